@@ -22,7 +22,7 @@ NOT_ON_OLDEST := --ignore tests/kernels --ignore tests/ngram_pool --ignore tests
 	--ignore tests/benchmarks/test_throughput.py --ignore tests/cache/test_indexed_layers.py \
 	--ignore tests/drafting/sources/heads/test_mtp.py --ignore tests/test_multimodal.py \
 	--ignore tests/test_models_table.py \
-	--deselect tests/patches/test_layers.py::test_a_family_writes_plains_text \
+	--deselect tests/patches/layers/test_compiled.py::test_a_family_writes_plains_text \
 	--deselect tests/serving/test_openai_fields.py::test_the_first_calls_of_open_webui \
 	--deselect tests/test_autocast.py::test_requests_are_decoded_together_under_autocast \
 	--deselect tests/test_structured.py::test_requests_of_a_queue_have_schemas_of_their_own \

@@ -269,7 +269,7 @@ def bytes_read(model: Any) -> int:
 def measure(model: Any, shape: str, floor: float, options: argparse.Namespace) -> Iterator[Line]:
     """All lines of one model."""
     cuda = model.device.type == "cuda"
-    checks.check_trial(model)  # decides how layers with a recurrent state run blocks
+    checks.admit(model, checks.Purpose.WARM_UP)  # decides how recurrent layers run blocks
     for rows in options.batch:
         for context in options.context:
             bench = Bench(model, rows, context, options.rounds)

@@ -1,4 +1,4 @@
-"""What the parts of a step hand to each other: the draft tree and the verdict on it."""
+"""The data of a step: the draft tree and the verdict on it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import chain
 import numpy as np
 
 ROOT = -1
-"""Parent of the nodes that follow a row's last emitted token directly."""
+"""Parent of the nodes that directly follow a row's last emitted token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,8 +31,8 @@ class DraftTree:
 
     Row `r` owns the nodes `row_offsets[r]:row_offsets[r + 1]`; `parents` counts within the row.
 
-    `probs` holds the distribution that each node's token was drawn from, over the target's tokens,
-    for verification="rejection". Siblings drawn earlier have probability 0 in it. The outcome of a
+    `probs`, for verification="rejection", holds the distribution over the target's tokens that each
+    node's token was drawn from, with probability 0 for siblings drawn earlier. The outcome of a
     draw must decide nothing else: the tree holds every token that was drawn, siblings are in the
     order of their draws, and the number of draws does not depend on them. Without `probs` a draft
     may hold any tokens.
@@ -55,11 +55,11 @@ class DraftTree:
         return len(self.token_ids)
 
     def row(self, row: int) -> slice:
-        """The nodes of one row as a slice of the flat arrays."""
+        """Return the nodes of one row as a slice of the flat arrays."""
         return slice(int(self.row_offsets[row]), int(self.row_offsets[row + 1]))
 
     def of_row(self, row: int) -> DraftTree:
-        """The draft of one row alone, without evidence."""
+        """Return the draft of one row alone, without evidence."""
         nodes = self.row(row)
         fields = self.token_ids, self.parents, self.depth, self.score
         ids, parents, depth, score = (each[nodes] for each in fields)
@@ -78,9 +78,9 @@ class DraftTree:
             last_tokens: The last token of each row, [rows]; without them their ids are 0.
 
         Returns:
-            Token ids, parents and depths, [3, rows, width] int64. Node `i` of a row is at index
-            `1 + i`. Parents are such indices too, -1 for the last token and for padding. Padding
-            repeats the last token, which the model has an embedding for, at depth 0.
+            Token ids, parents and depths, [3, rows, width] int64, with node `i` of a row at `1 +
+                i`. Parents are such indices too, -1 for the last token and for padding, which
+                repeats the last token (the model has an embedding for it) at depth 0.
         """
         fields = np.zeros((3, self.num_rows, width), np.int64)
         fields[0] = 0 if last_tokens is None else last_tokens[:, None]
@@ -91,17 +91,17 @@ class DraftTree:
         return fields
 
     def child_of(self, row: int, node: int, token: int) -> int | None:
-        """The child of a node (or of `ROOT`) that holds the token; None if there is none."""
+        """Return the child of a node (or of `ROOT`) that holds the token, None if there is none."""
         nodes = self.row(row)
         found = np.flatnonzero((self.parents[nodes] == node) & (self.token_ids[nodes] == token))
         return int(found[0]) if len(found) else None
 
     def with_buckets(self, buckets: np.ndarray, offsets: np.ndarray | None = None) -> DraftTree:
-        """The same tree with the evidence of its only source.
+        """Return the same tree with the evidence of its only source.
 
         Args:
             buckets: Bucket of each node; with `offsets` of each entry, [entries].
-            offsets: Where the entries of each node begin, [nodes + 1]; by default a node has one.
+            offsets: Offset of each node's entries, [nodes + 1]; by default a node has one entry.
         """
         if offsets is None:
             offsets = np.arange(self.num_nodes + 1)
@@ -109,7 +109,7 @@ class DraftTree:
         return replace(self, evidence=Evidence(offsets, np.zeros_like(buckets), buckets))
 
     def with_chains(self, tokens: np.ndarray, rows: np.ndarray) -> DraftTree:
-        """The same tree with a chain, [tokens], added to rows without nodes, [rows] bool."""
+        """Return the tree with a chain, [tokens], added to rows without nodes, [rows] bool."""
         counts = np.where(rows, len(tokens), np.diff(self.row_offsets))
         at = np.repeat(self.row_offsets[:-1][rows], len(tokens))
         depth = np.arange(1, len(tokens) + 1)
@@ -132,12 +132,12 @@ class DraftTree:
 
     @staticmethod
     def empty(num_rows: int) -> DraftTree:
-        """No draft for any row."""
+        """Return no draft for any row."""
         return DraftTree.from_rows([((), ())] * num_rows)
 
     @staticmethod
     def from_rows(rows: Iterable[tuple[Sequence[int], Sequence[int]]]) -> DraftTree:
-        """Build a tree from `(token_ids, parents)` per row, parents before children.
+        """Build a tree from `(token_ids, parents)` per row.
 
         Raises:
             ValueError: A parent does not come before its child.
@@ -186,15 +186,7 @@ class DraftTree:
 
 
 class RowDraft:
-    """The draft of one row while a drafter writes it; paths that begin alike share nodes.
-
-    Attributes:
-        tokens: Token of each node.
-        parents: Parent of each node.
-        depths: Depth of each node.
-        buckets: Bucket of each node.
-        scores: Estimated probability that the path down to each node is accepted.
-    """
+    """A row's draft under construction: a list per field. Common prefixes share nodes."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -205,11 +197,10 @@ class RowDraft:
         self._nodes: dict[tuple[int, int], int] = {}
 
     def depth_below(self, parent: int) -> int:
-        """Depth of a node's children."""
         return 1 if parent == ROOT else self.depths[parent] + 1
 
     def child(self, parent: int, token: int, bucket: int = 0, score: float = 1.0) -> int:
-        """The child of a node (or of `ROOT`) that holds the token, added if there is none."""
+        """Return the child of a node (or of `ROOT`) that holds the token, added if missing."""
         node = self._nodes.setdefault((parent, token), len(self.tokens))
         if node == len(self.tokens):
             self.depths.append(self.depth_below(parent))
@@ -222,12 +213,12 @@ class RowDraft:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verdict:
-    """What verification decided in one step: the accepted path and the emitted tokens of each row.
+    """The outcome of a step: the accepted path and the emitted tokens of each row.
 
     A live row emits its accepted tokens and one bonus token. Where the text stops inside the path,
-    its last token takes the place of the bonus token. Rows that are not live emit nothing, or pads
-    in lockstep. `path` says what the cache keeps, so it includes pads, also those after a text that
-    ends in the middle of the step. `of_text` leaves pads out.
+    its last token takes the place of the bonus token. Other rows emit nothing, or pads in lockstep.
+    `path` is what the cache keeps, so it includes pads, also those after a text that ends within
+    the step.
     """
 
     token_offsets: np.ndarray  # [rows + 1] int64
@@ -284,11 +275,11 @@ class Verdict:
         )
 
     def emitted(self, row: int) -> np.ndarray:
-        """Tokens that the row emitted, `[num_emitted]`."""
+        """Return the tokens that the row emitted, `[num_emitted]`."""
         return self.token_ids[self.token_offsets[row] : self.token_offsets[row + 1]]
 
     def accepted(self, row: int) -> np.ndarray:
-        """Accepted nodes of the row, root to leaf, `[num_accepted]`."""
+        """Return the accepted nodes of the row, root to leaf, `[num_accepted]`."""
         return self.path[self.path_offsets[row] : self.path_offsets[row + 1]]
 
     @property
@@ -308,5 +299,5 @@ def place_in_row(offsets: np.ndarray) -> np.ndarray:
 
 
 def _heads(values: np.ndarray, offsets: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """The first values of every row, row after row."""
+    """Return the first `counts` values of every row."""
     return values[place_in_row(offsets) < np.repeat(counts, np.diff(offsets))]

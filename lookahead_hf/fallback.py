@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any
 
 from lookahead_hf.model_state import state_of
-from lookahead_hf.warn import warn_caller
+from lookahead_hf.utils.warn import warn_caller
 
 
 class FallbackReason(str, Enum):

@@ -19,7 +19,8 @@ from lookahead_hf.drafting.control.calibration import LearnedRate
 from lookahead_hf.drafting.memory import memory_of
 from lookahead_hf.generation.strategy import run
 from lookahead_hf.model_state import state_of
-from lookahead_hf.wrappers import unwrap
+from lookahead_hf.utils.spelling import spelt_right
+from lookahead_hf.utils.wrappers import unwrap
 
 _Model = TypeVar("_Model")
 
@@ -109,6 +110,7 @@ def _put(model: Any, generate: Any) -> None:
             own.setdefault(name, methods.BatchMethod(model, name, generate))
 
 
+@spelt_right
 def enable(model: _Model, default: Any = None) -> _Model:
     """Let `model.generate` take `speculative=`, or speculate without it (`default=True`).
 
@@ -195,6 +197,7 @@ _reached: WeakSet[Any] = WeakSet()
 """Models that were called through it."""
 
 
+@spelt_right
 def enable_everywhere(default: Any = None) -> None:
     """Let every model of the process take `speculative=` in `generate`, also future ones.
 

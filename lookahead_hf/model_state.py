@@ -1,4 +1,4 @@
-"""All that is kept of a model between calls, in one place."""
+"""Everything that is kept of a model between calls."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class ModelState:
-    """The memory that calls on one model leave for later calls on it.
+    """What calls on one model keep for later calls on it.
 
-    Objects of other rooms are kept by their class. The state lives as long as the model, and never
-    on the model: a lock or a tensor there would be copied, pickled and saved with it.
+    Objects of other rooms are kept by their class. The state lives as long as the model, but not on
+    the model: a lock or a tensor there would be copied, pickled and saved with it.
 
     Attributes:
         lock: Held while something is read and replaced.
-        warned: What was warned of: reasons for a fallback, and quantised activations.
+        warned: Warnings that were given: reasons for a fallback, and quantised activations.
         run_blocks: Mode and tokens of the blocks that were run, and whether they were flat.
-        trials: What self tests of padded (False) and of flat blocks found, empty for no fault, by
-            the numerics that they were made in; and the hooks that it may be due to, None for none.
-        needs_copies: The same keys, where the self test needed contiguous K and V.
+        trials: Results of self tests, empty for no fault, by numerics and whether blocks were
+            flat; with each the hooks that may have caused it, None if none may.
+        needs_copies: Keys of `trials` whose self test needed contiguous K and V.
         kernel_trials: Whether our kernel does all attention, by numerics.
         mask_sources: Sources of the forwards that handle masks.
         fixed_attention: Ids of configurations whose attention implementation must stay.
-        patch_users: Calls in progress that have our patches under the model.
-        patches: Callbacks that take away the attributes that these calls gave to modules.
+        patch_users: Calls in progress that have patched the model.
+        patches: Callbacks that undo the attributes that these calls set on modules.
         stepwise_mixers: Mixers that get a block's tokens one by one, by numerics, once tested.
     """
 
@@ -54,7 +54,7 @@ class ModelState:
     _kept: dict[type, Any] = field(default_factory=dict)
 
     def get(self, kind: type[T]) -> T | None:
-        """Return the object of a class that is kept, None without one."""
+        """Return the kept object of a class, None without one."""
         return self._kept.get(kind)
 
     def put(self, kept: T) -> T:
@@ -70,7 +70,7 @@ class ModelState:
         return is_first
 
     def free(self) -> None:
-        """Release what has a `release`, back to the system; a later call makes it anew."""
+        """Release every kept object with a `release`, back to the system."""
         with self.lock:
             owners = [kept for kept in self._kept.values() if hasattr(kept, "release")]
             for owner in owners:
@@ -81,10 +81,7 @@ class ModelState:
 
 
 def return_memory() -> None:
-    """Let the C library give freed memory back to the system, where it can.
-
-    glibc keeps what was freed below its upper end.
-    """
+    """Have the C library give freed memory back to the system; glibc keeps some otherwise."""
     with suppress(OSError, AttributeError, TypeError):  # another library, or Windows
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -94,13 +91,13 @@ _lock = threading.Lock()
 
 
 def state_of(model: Any) -> ModelState:
-    """Return the state of a model, made when it is first asked for."""
+    """Return the state of a model, made on first use."""
     with _lock:
         return _states.setdefault(model, ModelState())
 
 
 def kept(model: Any, kind: type[T], make: Callable[[], T]) -> T:
-    """Return the object of a class that is kept of a model, made when it is first asked for."""
+    """Return the object of a class that is kept of a model, made on first use."""
     state = state_of(model)
     with state.lock:
         found = state.get(kind)

@@ -120,7 +120,7 @@ class SpeculativeAnyToAnyPipeline(_Nesting, AnyToAnyPipeline):
 
 
 def _nested(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Move our arguments of a forward into its `generate_kwargs`, whose own entries win."""
+    """Move our arguments into `generate_kwargs`, whose own entries win."""
     ours = {name: kwargs.pop(name) for name in OURS if name in kwargs}
     return {**kwargs, "generate_kwargs": {**ours, **(kwargs.get("generate_kwargs") or {})}}
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lookahead_hf.model_state import state_of
-from lookahead_hf.warn import warn_caller
+from lookahead_hf.utils.warn import warn_caller
 
 _ALWAYS = ("fp8", "fbgemm_fp8", "bitnet", "fp_quant")
 """Methods of transformers that always quantise activations."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Rows:
-    """Texts of a batch, each with a length of its own.
+    """Texts of a batch, each with a length of its own; a row may take one text after another.
 
     Every token has three numbers: its *slot* (place in our cache, attended tokens only), its
     *column* (index in the padded batch that plain `generate` would hold) and its *position* (the
@@ -23,9 +23,8 @@ class Rows:
 
     Attributes:
         num_rows: Rows of the batch.
-        prompt_columns: Columns of the padded prompt, the same for every row.
         num_emitted: Tokens emitted so far, [rows] int64; in lockstep the pads of finished rows too.
-        finished: Rows whose text has ended, [rows] bool.
+        finished: Rows without a text or whose text has ended, [rows] bool.
         encoder_ids: Token ids of the encoder's input per row, for models that have one.
     """
 
@@ -36,24 +35,66 @@ class Rows:
         encoder_ids: list[np.ndarray] | None = None,
     ) -> None:
         self.num_rows, width = prompt_ids.shape
-        self.prompt_columns = width
         self.encoder_ids = encoder_ids
-        self.num_emitted = np.zeros(self.num_rows, np.int64)
+        self.num_emitted, self._text = np.zeros((2, self.num_rows), np.int64)
         self.finished = np.zeros(self.num_rows, bool)
-        self._text = np.zeros(self.num_rows, np.int64)
         self._ids = np.empty((self.num_rows, width + 64), np.int64)
         self._ids[:, :width] = prompt_ids
-        self._width = width
-        self._attended = np.ones_like(prompt_ids, bool) if attended is None else attended
-        self._prompt_length = self._attended.sum(1)
         self._context = self._ids.copy()  # the same without pads
-        for row, length in enumerate(self._prompt_length.tolist()):
-            self._context[row, :length] = prompt_ids[row][self._attended[row]]
+        self._width = np.full(self.num_rows, width)  # of each row's prompt, in columns
+        self._attended, self._prompt_length = attended, self._width.copy()
+        if attended is not None:
+            self._prompt_length = attended.sum(1)
+            for row, length in enumerate(self._prompt_length.tolist()):
+                self._context[row, :length] = prompt_ids[row][attended[row]]
+
+    @classmethod
+    def without_texts(cls, num_rows: int) -> Rows:
+        """Return free rows. A free row counts as finished and shows one token."""
+        rows = cls(np.zeros((num_rows, 1), np.int64))
+        rows.finished[:] = True
+        return rows
+
+    def take(self, row: int, prompt_ids: np.ndarray) -> None:
+        """Begin another text in a row, behind an unpadded prompt, [columns] int64."""
+        length = len(prompt_ids)
+        self._make_room(length)
+        self._ids[row, :length] = self._context[row, :length] = prompt_ids
+        self._width[row] = self._prompt_length[row] = length
+        self.num_emitted[row], self.finished[row] = 0, False
+
+    def free(self, row: int) -> None:
+        """Forget the text of a row."""
+        self.take(row, np.zeros(1, np.int64))
+        self.end(row)
+
+    def of_row(self, row: int, room: int) -> Rows:
+        """Return a row as a batch of its own, which may emit `room` more tokens.
+
+        Both share their memory, until this batch grows or the row takes another text.
+        """
+        self._make_room(int((self._width + self.num_emitted).max()) + room)
+        alone, here = copy.copy(self), slice(row, row + 1)
+        alone.num_rows = 1
+        for name, value in vars(self).items():
+            if isinstance(value, np.ndarray):
+                setattr(alone, name, value[here])
+        return alone
+
+    @property
+    def prompt_columns(self) -> int:
+        """Columns of the padded prompt, or of the longest one."""
+        return int(self._width.max(initial=0))
 
     @property
     def live(self) -> np.ndarray:
         """Rows whose text goes on, [rows] bool."""
         return ~self.finished
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each row's attended prompt and text, [rows] int64."""
+        return self._prompt_length + self.num_emitted
 
     def context(self, row: int) -> np.ndarray:
         """Return a row's attended prompt and emitted tokens, `[length]` int64 (a view)."""
@@ -65,7 +106,7 @@ class Rows:
         Args:
             dropped: Newest tokens of each row to leave out, [rows]; by default none.
         """
-        ends = self._prompt_length + self.num_emitted - (0 if dropped is None else dropped)
+        ends = self.lengths - (0 if dropped is None else dropped)
         at = ends[:, None] + np.array([-2, -1])
         tokens: np.ndarray = np.take_along_axis(self._context, np.maximum(at, 0), 1)
         tokens[at < 0] = -1
@@ -77,15 +118,15 @@ class Rows:
 
     def ids(self, row: int) -> np.ndarray:
         """Return the row as plain `generate` holds it, with pads, `[columns]` int64 (a view)."""
-        return self._ids[row, : self._width + self.num_emitted[row]]
+        return self._ids[row, : self._width[row] + self.num_emitted[row]]
 
     def emitted(self, row: int) -> np.ndarray:
         """Return the tokens that the row has emitted, `[num_emitted]` int64 (a view)."""
-        return self._ids[row, self._width : self._width + self.num_emitted[row]]
+        return self.ids(row)[self._width[row] :]
 
     def last_token(self, row: int) -> int:
         """Return the row's newest token, the only one that is not in the cache."""
-        return int(self._ids[row, self._width + self.num_emitted[row] - 1])
+        return int(self.ids(row)[-1])
 
     @property
     def last_tokens(self) -> np.ndarray:
@@ -95,9 +136,9 @@ class Rows:
     def emit(self, row: int, token_id: int) -> None:
         """Append one token to a row."""
         count = int(self.num_emitted[row])
-        if self._width + count == self._ids.shape[1]:
-            self._grow()
-        self._ids[row, self._width + count] = token_id
+        column = int(self._width[row]) + count
+        self._make_room(column + 1)
+        self._ids[row, column] = token_id
         self._context[row, self._prompt_length[row] + count] = token_id
         self.num_emitted[row] = count + 1
 
@@ -110,8 +151,10 @@ class Rows:
         if np.array_equal(new, old):
             return
         old[:] = new
-        kept = np.concatenate([new[: self._width][self._attended[row]], new[self._width :]])
-        self._context[row, : len(kept)] = kept
+        if self._attended is not None:
+            width = self._width[row]
+            new = np.concatenate([new[:width][self._attended[row]], new[width:]])
+        self._context[row, : len(new)] = new
 
     def end(self, ended: int | np.ndarray) -> None:
         """End the text of a row, or of rows, [rows] bool, with the last token; pads may follow."""
@@ -124,11 +167,6 @@ class Rows:
         return np.where(self.finished, self._text, self.num_emitted)
 
     @property
-    def num_fed(self) -> np.ndarray:
-        """Tokens of each row that were fed since the prompt, [rows] int64."""
-        return self.num_emitted - 1
-
-    @property
     def num_columns(self) -> int:
         """Generated columns that plain would hold by now: those that the slowest row has."""
         going = self.num_emitted[self.live]
@@ -138,10 +176,13 @@ class Rows:
         """Return a copy of the texts that shares no memory with them."""
         return copy.deepcopy(self)
 
-    def _grow(self) -> None:
-        room = np.empty((self.num_rows, self._ids.shape[1]), np.int64)
-        self._ids = np.concatenate([self._ids, room], 1)
-        self._context = np.concatenate([self._context, room], 1)
+    def _make_room(self, columns: int) -> None:
+        """Make room for so many columns in every row."""
+        missing = columns - self._ids.shape[1]
+        if missing > 0:
+            room = np.empty((self.num_rows, max(missing, self._ids.shape[1])), np.int64)
+            self._ids = np.concatenate([self._ids, room], 1)
+            self._context = np.concatenate([self._context, room], 1)
 
 
 def rows_of(

@@ -1,30 +1,23 @@
-"""What calls did: `SpeculativeStats` of one call, `Totals` of several, and callbacks for both."""
+"""Statistics of calls: `SpeculativeStats` of one, `Totals` of several, and callbacks."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import threading
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from itertools import zip_longest
 from operator import add
 from typing import Any
 
 from lookahead_hf.model_state import kept
-from lookahead_hf.spelling import known_names
 from lookahead_hf.trace import Trace
 from lookahead_hf.trace.page import notebook
 from lookahead_hf.trace.steps import PARTS
-from lookahead_hf.wrappers import unwrap
-
-PHASES = PARTS
-"""Parts of a call that are timed."""
-
-_STYLES = ("full", "vllm")
-"""The forms of `SpeculativeStats.to_dict`."""
+from lookahead_hf.utils.spelling import known_names
+from lookahead_hf.utils.wrappers import unwrap
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +39,19 @@ class SourceStats:
     exclusive: int
 
     def __add__(self, other: SourceStats) -> SourceStats:
-        return SourceStats(*map(add, dataclasses.astuple(self), dataclasses.astuple(other)))
+        return SourceStats(*map(add, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeStats:
     """Statistics of a call of `generate` or `generate_batch`, or of a request of the latter.
 
-    A request counts what it alone causes, and its share of the time of the steps that it takes with
-    others, so that requests add up to their run. A step counts for every request that decodes in
-    it. Of requests with one prompt, the one that read it has its tokens and its time.
+    A request counts what it alone causes, and its share of the time of common steps, so that
+    requests add up to their run. A step counts for every request that decodes in it. A prompt that
+    several requests share is charged to the one that read it.
 
     Attributes:
-        rows: Rows of the batch. Where `generate` decodes several times, as Whisper's does for every
-            segment, all numbers are added up.
+        rows: Rows of the batch. Several decodings of one `generate`, as in Whisper's, are added up.
         num_steps: Forwards of the target after the prefill.
         row_steps: Steps in which a row was live, added up over the rows.
         num_emitted: Tokens emitted, the one after the prefill included.
@@ -76,9 +68,8 @@ class SpeculativeStats:
         commit_ms: Time spent on the cache after verification.
         budget_histogram: Number of steps by the most draft tokens of a row in the step.
         engine: How the call was verified.
-        execution: How the latest step was run: "model" by the model's own forward, "compiled"
-            where compiled kernels computed layers, "replayed" as CUDA graphs; else on a device why
-            not.
+        execution: How the latest step was run: "model" by the model's own forward, "compiled" by
+            compiled kernels, "replayed" as CUDA graphs; on a device else the reason against that.
         layers: On a CPU, how many layers kernels computed in the latest step ("compiled"), and how
             many ran their own code ("model"): decoder layers, and linear layers outside of those
             that kernels compute. Empty if the call did not look for any.
@@ -117,9 +108,7 @@ class SpeculativeStats:
     @property
     def tokens_per_step(self) -> float:
         """Tokens per row step; plain decoding is 1.0 in any batch, nan where no step ran."""
-        if not self.row_steps:
-            return math.nan
-        return (self.num_emitted - self.rows) / self.row_steps
+        return (self.num_emitted - self.rows) / self.row_steps if self.row_steps else math.nan
 
     @property
     def acceptance_rate(self) -> float:
@@ -131,8 +120,7 @@ class SpeculativeStats:
 
         Args:
             style: "full" returns every field and both rates; a rate that is nan becomes None.
-                "vllm" returns the fields of vLLM's statistics of a request, for its readers. A call
-                with several rows counts as one request with the steps of all its rows.
+                "vllm" returns the fields of vLLM's statistics of one request with all row steps.
 
         Raises:
             ValueError: The style is unknown.
@@ -148,13 +136,13 @@ class SpeculativeStats:
                 "num_draft_tokens": drafted,
             }
         if style != "full":
-            raise ValueError(f"style={style!r} is not known; {known_names(style, _STYLES)}")
-        values = dataclasses.asdict(self)
+            names = known_names(style, ("full", "vllm"))
+            raise ValueError(f"style={style!r} is not known; {names}")
+        values = asdict(self)
         for name in ("accepted_histogram", "own_code", "row_stats"):
             values[name] = list(values[name])
         values["budget_histogram"] = {str(n): count for n, count in self.budget_histogram.items()}
-        if self.fallback_reason is not None:
-            values["fallback_reason"] = str(self.fallback_reason)
+        values["fallback_reason"] = self.fallback_reason and str(self.fallback_reason)
         for name in ("tokens_per_step", "acceptance_rate"):
             rate = getattr(self, name)
             values[name] = None if math.isnan(rate) else rate
@@ -162,7 +150,7 @@ class SpeculativeStats:
 
     def with_text(self, tokenizer: Any) -> SpeculativeStats:
         """Return the same statistics with the text of the traced tokens; see `Trace.with_text`."""
-        return dataclasses.replace(self, trace=self.trace and self.trace.with_text(tokenizer))
+        return replace(self, trace=self.trace and self.trace.with_text(tokenizer))
 
     def _repr_html_(self) -> str:
         """Return a table of the main numbers, and the text of a trace by who foresaw it."""
@@ -173,14 +161,14 @@ class SpeculativeStats:
             return f"plain generate, nothing was speculated: {self.fallback_reason}"
         speed = f"{self.tokens_per_step:.2f}" if self.row_steps else "no"
         rate = f" ({self.acceptance_rate:.0%})" if self.num_drafted else ""
-        ready = self.execution in ("replayed", "compiled")
+        ready = f", steps {self.execution}" if self.execution in ("replayed", "compiled") else ""
         lines = [
             f"{speed} tokens per step: {_counted(self.num_emitted, 'token')} in "
             f"{_counted(self.num_steps, 'step')}, {_counted(self.rows, 'row')}, "
-            f"engine {self.engine}" + (f", steps {self.execution}" if ready else ""),
+            f"engine {self.engine}{ready}",
             f"{self.num_accepted} of {self.num_drafted} draft tokens accepted{rate}, "
             f"{self.num_moved} moved in the cache",
-            "ms: " + ", ".join(f"{phase} {getattr(self, f'{phase}_ms'):.1f}" for phase in PHASES),
+            "ms: " + ", ".join(f"{phase} {getattr(self, f'{phase}_ms'):.1f}" for phase in PARTS),
         ]
         if self.own_code:
             own, count = self.layers.get("model", 0), sum(self.layers.values())
@@ -195,12 +183,10 @@ class SpeculativeStats:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Sums over calls that asked for speculation.
+    """Sums over `num_calls` calls that asked for speculation.
 
-    Attributes:
-        num_calls: How many calls there were.
-        fallbacks: How many of them ran plain `generate`, by reason.
-        stats: The statistics of the others, added up, without `row_stats`.
+    `fallbacks` counts those that ran plain `generate`, by reason. `stats` is the sum of the other
+    calls, without `row_stats`.
     """
 
     num_calls: int = 0
@@ -211,9 +197,9 @@ class Totals:
         """Return the sums with one more call."""
         if record.fallback_reason is not None:
             fallbacks = _by_key(self.fallbacks, {str(record.fallback_reason): 1})
-            return dataclasses.replace(self, num_calls=self.num_calls + 1, fallbacks=fallbacks)
-        added = joined(self.stats, dataclasses.replace(record, row_stats=(), trace=None))
-        return dataclasses.replace(self, num_calls=self.num_calls + 1, stats=added)
+            return replace(self, num_calls=self.num_calls + 1, fallbacks=fallbacks)
+        added = joined(self.stats, replace(record, row_stats=(), trace=None))
+        return replace(self, num_calls=self.num_calls + 1, stats=added)
 
     def __str__(self) -> str:
         plain = "".join(f", {count} plain ({name})" for name, count in self.fallbacks.items())
@@ -222,24 +208,19 @@ class Totals:
 
 
 def joined(first: SpeculativeStats, second: SpeculativeStats) -> SpeculativeStats:
-    """Return the sum of two decodings of one call of `generate`, or of two requests of a run."""
-    names = [each.name for each in dataclasses.fields(first)]
-    both = {name: (getattr(first, name), getattr(second, name)) for name in names}
-    return SpeculativeStats(
-        **{name: _JOINED.get(name, add)(*values) for name, values in both.items()}
-    )
-
-
-def of_run(total: SpeculativeStats | None, record: SpeculativeStats) -> SpeculativeStats:
-    """Return the sum of a run's requests with one more; plain ones count where all are plain."""
-    if total is None or total.fallback_reason is not None:
-        return record
-    return total if record.fallback_reason is not None else joined(total, record)
+    """Return the sum of two decodings of a call, or of two requests; of a plain one, the other."""
+    if first.fallback_reason is not None:
+        return second
+    if second.fallback_reason is not None:
+        return first
+    values: dict[str, Any] = {}
+    for name in (each.name for each in fields(first)):
+        values[name] = _JOINED.get(name, add)(getattr(first, name), getattr(second, name))
+    return SpeculativeStats(**values)
 
 
 def _by_key(first: Mapping[Any, Any], second: Mapping[Any, Any]) -> dict[Any, Any]:
-    shared = {key: first[key] + second[key] for key in first if key in second}
-    return {**first, **second, **shared}
+    return {**first, **second, **{key: first[key] + second[key] for key in first.keys() & second}}
 
 
 def _listed(first: str | None, second: str | None) -> str | None:
@@ -282,18 +263,18 @@ def _published(model: Any) -> _Published:
 
 
 def publish(model: Any, stats: SpeculativeStats | None) -> None:
-    """Keep the statistics of the latest call on a model; None after a plain call."""
+    """Keep the statistics of the latest call on a model, None after a plain call."""
     published = _published(model)
     published.of_thread.stats = published.latest = stats
 
 
 def of_this_thread(model: Any) -> SpeculativeStats | None:
-    """Return what this thread published last, whatever other threads did since."""
+    """Return the statistics that this thread published last."""
     return getattr(_published(model).of_thread, "stats", None)
 
 
 def tell(model: Any, record: SpeculativeStats) -> None:
-    """Add a call that has ended to the totals, and tell the listeners of it."""
+    """Add a call that has ended to the totals, and call the listeners."""
     published = _published(model)
     with published.lock:
         published.totals = published.totals.plus(record)
@@ -308,37 +289,23 @@ def tell(model: Any, record: SpeculativeStats) -> None:
 
 
 def last_stats(model: Any) -> SpeculativeStats | None:
-    """Return the statistics of the latest call on a model, whichever thread made it.
+    """Return the statistics of the latest call on a model, which may be of another thread.
 
-    Where several threads call one model, `output.speculative_stats` (of
-    `return_dict_in_generate=True`) and `on_stats` give each call its own.
-
-    Args:
-        model: As for `enable`.
-
-    Returns:
-        The statistics; None before the first call and after a plain one. After `generate_batch`
-        they are the sum of its requests, whose rows are in the order in which they ended. They are
-        available when a streamer gets the end. A call that raises earlier leaves those of the call
-        before it.
+    They are None before the first call and after a plain one, and after `generate_batch` the sum of
+    its requests in the order in which they ended. They are there when a streamer gets the end; a
+    call that raises earlier leaves those of the call before it. If several threads call a model,
+    `output.speculative_stats` (of `return_dict_in_generate=True`) and `on_stats` are of one call.
     """
     return _published(model).latest
 
 
 def totals(model: Any) -> Totals:
-    """Return the sums over all calls on a model, as of a pipeline's list or an evaluation.
-
-    Args:
-        model: As for `enable`.
-
-    Returns:
-        The sums since the first call or since `reset_totals`. A call counts once it has returned.
-    """
+    """Return the sums over all calls on a model that have returned since `reset_totals`."""
     return _published(model).totals
 
 
 def reset_totals(model: Any) -> None:
-    """Let `totals` begin at zero again."""
+    """Begin the sums of `totals` at zero again."""
     published = _published(model)
     with published.lock:
         published.totals = Totals()
@@ -347,14 +314,9 @@ def reset_totals(model: Any) -> None:
 def on_stats(model: Any, callback: Callable[[SpeculativeStats], None]) -> Callable[[], None]:
     """Call a function with the statistics of every call that asks for speculation.
 
-    Args:
-        model: As for `enable`.
-        callback: Called when the text is complete, in the thread of the call. An exception that it
-            raises becomes a warning. A speculative call that it makes is told to it, too. If it
-            refers to the model, it keeps the model alive.
-
-    Returns:
-        A function that stops the calls.
+    It is called when the text is complete, in the thread of the call, also after speculative calls
+    that it makes itself. An exception that it raises becomes a warning. If it refers to the model,
+    it keeps the model alive. The function that is returned stops the calls.
     """
     published, key = _published(model), object()
     with published.lock:

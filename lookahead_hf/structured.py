@@ -6,8 +6,8 @@
     model.generate(**inputs, logits_processor=[processor], speculative=True)
 
 They are xgrammar's, which the extra `[structured]` installs. A processor serves one call of
-`generate`; for the next call make another one, which costs little: what was compiled last is kept
-for as long as the tokenizer lives.
+`generate`. Making another one for the next call costs little, since compiled grammars are kept as
+long as the tokenizer lives.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ except ImportError as error:
 __all__ = ["Processor", "grammar", "json_schema", "regex"]
 
 _PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
-"""What xgrammar's errors begin with: the time, and a line of its source."""
+"""The start of xgrammar's errors: the time, and a line of its source."""
 
 _KEPT_BYTES = 1 << 28
 """Size of the compiled grammars that are kept for a tokenizer."""
@@ -113,13 +113,13 @@ def grammar(ebnf: str | Sequence[str], tokenizer: Any) -> Processor:
 def compiled(
     what: str, given: Any, tokenizer: Any, compile_one: Callable[[Any, Any], Any]
 ) -> Processor:
-    """Make a processor of what is given, or of each where it is a list.
+    """Make a processor of something that `compile_one` compiles, or of a list of them.
 
     Args:
-        what: What errors call it.
-        given: What is compiled.
+        what: Its name in errors.
+        given: One thing to compile, or a list.
         tokenizer: The model's tokenizer.
-        compile_one: From xgrammar's compiler and what is given to a compiled grammar.
+        compile_one: Takes xgrammar's compiler and one thing; returns the compiled grammar.
 
     Raises:
         ValueError: It cannot be compiled.
@@ -143,7 +143,7 @@ def _text_of(schema: Any) -> str:
 
 
 def _compiler(tokenizer: Any) -> Any:
-    """The compiler of a tokenizer, or of the tokenizer that a processor of pictures has."""
+    """Return the compiler of a tokenizer, or of the one that a processor of pictures has."""
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     if tokenizer not in _compilers:
         info = xgrammar.TokenizerInfo.from_huggingface(tokenizer)

@@ -30,8 +30,9 @@ from lookahead_hf.runner.cuda.runner import CudaRunner
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.outputs import DeviceOutputs, Scores
 from lookahead_hf.support import checks
+from lookahead_hf.support.checks import Purpose
+from lookahead_hf.utils.wrappers import unwrap
 from lookahead_hf.verification import device
-from lookahead_hf.wrappers import unwrap
 
 REPEATS = 5
 """Measurements of each size; one if an earlier process has measured it and time is limited."""
@@ -177,9 +178,7 @@ def _warm_up(
         return
     limit.show("testing the model")
     try:
-        checks.check_setup(model)
-        checks.check_kind(model)
-        checks.check_trial(model)
+        checks.admit(model, Purpose.WARM_UP)
     except Unserved:
         return  # its calls will run plain generate
     if model.config.is_encoder_decoder:

@@ -29,6 +29,7 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.addoption("--check-bounds", action="store_true", help="check every call of CPU kernels")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -64,6 +65,18 @@ def compiled() -> None:
     if compilation.available():
         compilation.compile_now()
         compilation.of_kernels.compile_now()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def bounds(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compiled kernels stay within their memory, if `--check-bounds` asks for that."""
+    if not request.config.getoption("--check-bounds"):
+        yield
+        return
+    from tests.helpers.bounds import bounds_checked
+
+    with bounds_checked():
+        yield
 
 
 @pytest.fixture

@@ -22,10 +22,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_L
 
 import lookahead_hf
 from lookahead_hf.fallback import FallbackReason, Unserved
+from lookahead_hf.model_state import state_of
 from tests.helpers import architectures, multimodal
 from tests.helpers.compared import Compared, assert_same_logits, compared
 from tests.helpers.device import taped
 from tests.helpers.models import prompt
+from tests.helpers.recurrent import GREEDY, OTHERS, QUICK, harsh_gap, padded
+from tests.helpers.scripted import RandomChains
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 NEW = 24
@@ -63,14 +66,6 @@ and the logits of every step. `python -m tests.models_table` writes it anew.
 A type that this page lacks, for example one of a repository's own code, is tested by a few short
 forwards before its first call, and served if they give plain's logits. So is a class with a forward
 of its own, whatever its type.
-
-Models with recurrent states were also run with harsh parameters: biases of time steps of -9 and 9,
-slow and fast decays, larger weights, 80 tokens (`tests/runner/test_recurrent.py`). The largest
-difference of logits from plain's single tokens, in standard deviations, was 6e-4 in `mamba2`, which
-sums decays in float32 (1e-5 in float64); 8e-5 in `qwen3_next`; 5e-5 in `qwen3_5_moe` and
-`qwen3_5_moe_text`; 4e-5 in `qwen3_5` and `qwen3_5_text`; 1e-5 in `olmo_hybrid`; and less than 1e-5
-in `bailing_hybrid`, `bamba`, `falcon_h1`, `falcon_mamba`, `granitemoehybrid`, `jamba`,
-`kimi_linear`, `lfm2`, `lfm2_moe`, `lfm3`, `mamba`, `nemotron_h`, `zamba`, `zamba2` and `zaya`.
 
 {counts}
 """
@@ -213,7 +208,33 @@ def counts(section: str, lines: Iterable[Line]) -> str:
     )
 
 
-def page(tables: dict[str, list[Line]]) -> str:
+RECURRENT = """\
+## Recurrent states
+
+A model with recurrent states is tested on itself before its first call: mixers, the modules that
+keep the states, get blocks and single tokens, also with other decays, biases of time steps and
+inputs. A mixer that differs by more than rounding gets the tokens of a block one by one.
+
+The table has the largest difference of logits from plain's single tokens, in standard deviations,
+over 80 tokens of models with larger weights, biases of time steps of -9, 0 and 9, and slow and fast
+decays, in float32. `mamba2` sums decays in float32: in float64 its difference is 1e-5.
+
+| type | largest difference of logits | blocks |
+| --- | --- | --- |
+{rows}
+"""
+
+
+def recurrent_row(model_type: str) -> str:
+    """Return the row of a type with recurrent states."""
+    model = architectures.build(model_type)
+    compared(model, lambda: {**padded(1), **GREEDY, "max_new_tokens": NEW}, 17, RandomChains())
+    (stepwise,) = state_of(model).stepwise_mixers.values()
+    way = "token by token" if stepwise else "whole"
+    return f"| `{model_type}` | {harsh_gap(model_type):.0e} | {way} |"
+
+
+def page(tables: dict[str, list[Line]], recurrent_rows: Iterable[str]) -> str:
     """Return the whole page."""
     summary = "\n".join(counts(section, lines) for section, lines in tables.items())
     parts = [INTRODUCTION.format(version=transformers.__version__, counts=summary)]
@@ -221,6 +242,7 @@ def page(tables: dict[str, list[Line]]) -> str:
         head = "| type | one row | ragged batch | drafts | on a GPU | inputs, or the reason |"
         rows = "\n".join(str(each) for each in lines)
         parts.append(f"## {section}\n\n{head}\n| --- | --- | --- | --- | --- | --- |\n{rows}\n")
+    parts.append(RECURRENT.format(rows="\n".join(recurrent_rows)))
     return "\n".join(parts)
 
 
@@ -235,7 +257,8 @@ def main() -> None:
         for model_type in model_types:
             tables[section].append(line(model_type, section))
             print(tables[section][-1], file=sys.stderr, flush=True)
-    PAGE.write_text(page(tables), encoding="utf-8")
+    recurrent_rows = map(recurrent_row, sorted((*QUICK, *OTHERS)))
+    PAGE.write_text(page(tables, recurrent_rows), encoding="utf-8")
     wrong = [each.model_type for lines in tables.values() for each in lines if WRONG in str(each)]
     if wrong:
         sys.exit(f"these write another text than plain generate: {', '.join(wrong)}")

@@ -111,7 +111,7 @@ def test_resolve() -> None:
     found = [SpeculativeConfig.resolve(value) for value in given]
     assert found == [None, None, SpeculativeConfig(), config, config]
     assert found[3] is config
-    with pytest.raises(ValueError, match="no field 'drafter'; did you mean 'drafters'"):
+    with pytest.raises(ValueError, match="no argument 'drafter'; did you mean 'drafters'"):
         SpeculativeConfig.resolve({"drafter": "ngram"})
 
 
@@ -197,7 +197,7 @@ def test_a_drafter_alone_means_what_it_says(name: str) -> None:
     [
         ("promt_lookup", "did you mean 'prompt_lookup'. known: default,"),
         ("n_gram", "did you mean 'ngram'. known: default,"),
-        ({"max_draft_node": 8}, "no field 'max_draft_node'; did you mean 'max_dr"),
+        ({"max_draft_node": 8}, "no argument 'max_draft_node'; did you mean 'max_dr"),
         ({"method": "ngrams"}, "did you mean 'ngram'. known: ngram, suffix"),
     ],
 )
@@ -207,7 +207,7 @@ def test_what_was_meant(value: Any, message: str) -> None:
 
 
 def test_an_argument_that_is_misspelt() -> None:
-    with pytest.raises(TypeError, match="no field 'drafter'; did you mean 'drafters'. known"):
+    with pytest.raises(TypeError, match="no argument 'drafter'; did you mean 'drafters'. known"):
         SpeculativeConfig(drafter=("ngram",))  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="did you mean 'budget'"):
         dataclasses.replace(SpeculativeConfig(), budgets=3)  # type: ignore[call-arg]

@@ -14,6 +14,7 @@ import lookahead_hf
 from lookahead_hf import fallback
 from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.support import checks
+from lookahead_hf.support.checks import Purpose
 from tests.helpers.calls import run
 from tests.helpers.encoder_decoder import tiny_pair
 from tests.helpers.fakes import PlainDecoding
@@ -119,7 +120,7 @@ def test_gradient_checkpointing(model: Any, decoding: PlainDecoding) -> None:
     assert len(decoding.calls) == 1
     model.train()
     with pytest.raises(Unserved, match="gradient checkpointing"):
-        checks.check_setup(model)
+        checks.admit(model, Purpose.CALL)
 
 
 def test_encoder_decoder(decoding: PlainDecoding, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +135,7 @@ def test_encoder_decoder(decoding: PlainDecoding, monkeypatch: pytest.MonkeyPatc
 def test_recurrent_state() -> None:
     config = RwkvConfig(vocab_size=100, hidden_size=32, num_hidden_layers=2)
     with pytest.raises(Unserved, match="stateful"):
-        checks.check_setup(RwkvForCausalLM(config).eval())
+        checks.admit(RwkvForCausalLM(config).eval(), Purpose.CALL)
 
 
 def test_a_decoding_loop_of_its_own(decoding: PlainDecoding) -> None:

@@ -120,7 +120,7 @@ def model() -> Iterator[Model]:
 def words_for(value: Any) -> tuple[str, ...]:
     """Return words of the error for a wrong `speculative=`; for a dict, one of its fields."""
     if isinstance(value, dict):
-        return "has no field", *(name[:-1] for name in FIELDS if name in value)
+        return "has no argument", *(name[:-1] for name in FIELDS if name in value)
     return ("speculative",)
 
 

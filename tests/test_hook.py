@@ -6,6 +6,7 @@ import copy
 import inspect
 import io
 import pickle
+import re
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -119,6 +120,21 @@ def test_a_default_speculates_without_an_argument(
     enable(False)
     run(model)
     assert len(decoding.calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("misspelt", "meant"), [("defualt", "'default'"), ("Default", "'default'"), ("modl", "'model'")]
+)
+def test_a_misspelt_argument_is_recognised(model: Any, misspelt: str, meant: str) -> None:
+    found = dict(vars(model))
+    title = f"enable has no argument {misspelt!r}; did you mean {meant}? known: model, default"
+    with pytest.raises(TypeError, match=re.escape(title)):
+        lookahead_hf.enable(model, **{misspelt: True})
+    assert vars(model) == found
+    with pytest.raises(TypeError, match="did you mean 'default'"):
+        lookahead_hf.enable_everywhere(defualt=True)  # type: ignore[call-arg]
+    assert GenerationMixin.generate is STOCK
+    assert [*inspect.signature(lookahead_hf.enable).parameters] == ["model", "default"]
 
 
 def test_signature_and_name_pass_through(model: Any, everywhere: None) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import lookahead_hf
 from lookahead_hf.model_state import state_of
-from lookahead_hf.patches.layers import CompiledLayers
+from lookahead_hf.patches.layers.compiled import CompiledLayers
 from tests.helpers.models import prompt, tiny
 
 

@@ -57,7 +57,7 @@ def recorded() -> SpeculativeStats:
     """Two rows: a tree and a chain in the first step, one row left for the other two steps."""
     recorder = StatsRecorder(2)
     tree = DraftTree.from_rows([([4, 5, 6], [-1, -1, 0]), ([8, 9], [-1, 0])])
-    recorder.observe(tree, verdict([[0, 2], []]), num_moved=1)
+    recorder.observe(tree, verdict([[0, 2], []]))
     recorder.observe(DraftTree.from_rows([([], []), ([3], [-1])]), verdict([None, [0]]))
     recorder.observe(DraftTree.empty(2), verdict([None, []]))
     ngram = SourceStats(5, 3, 2)

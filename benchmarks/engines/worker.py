@@ -54,7 +54,7 @@ def llama_cpp(model: str, threads: int, lookup: bool) -> Write:
     drafts = LlamaPromptLookupDecoding(num_pred_tokens=10, max_ngram_size=3) if lookup else None
     llama = Llama(
         model, n_ctx=2048, n_threads=threads, n_threads_batch=threads, draft_model=drafts,
-        verbose=False,
+        logits_all=lookup, verbose=False,
     )  # fmt: skip
 
     def write(ids: list[int], new_tokens: int, end_ids: list[int]) -> Iterable[int]:

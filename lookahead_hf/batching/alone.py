@@ -1,4 +1,4 @@
-"""Lets plain `generate` write a text that cannot be decoded together with others."""
+"""Writes texts that cannot be decoded with others, by plain `generate`."""
 
 from __future__ import annotations
 
@@ -15,28 +15,42 @@ from lookahead_hf.batching.request import OBJECTS
 
 
 def write(
-    model: Any, settings: dict[str, Any], seed: int, on_token: Callable[[], bool]
-) -> list[int]:
-    """Write the text of a request with the arguments of `Maker.settings`; return its new tokens.
+    model: Any,
+    settings: dict[str, Any],
+    seed: int,
+    on_token: Callable[[], bool],
+    log_probs: bool = False,
+) -> tuple[list[int], list[float]]:
+    """Return the new tokens of a request, and if asked for, their log probabilities.
 
-    `on_token`, called after every token, returns whether nobody wants the text any more.
+    Args:
+        model: The model.
+        settings: The arguments that `Maker.settings` returns.
+        seed: The seed of the request.
+        on_token: Called after every token; returns whether to stop.
+        log_probs: Whether to return log probabilities.
     """
 
     def given_up(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         return torch.full((len(input_ids),), on_token(), device=input_ids.device)
 
     criteria = [*(settings.get("stopping_criteria") or ()), given_up]
-    settings["generation_config"].return_dict_in_generate = False
+    config = settings["generation_config"]
+    config.return_dict_in_generate, config.output_scores = True, log_probs
     own = OwnGenerators(model.device, seed)
     with own.in_place() if _may_draw(model, settings) else nullcontext():
         given = {**settings, "stopping_criteria": StoppingCriteriaList(criteria)}
-        ids = compat.plain_generate(model, **given)
-    tokens: list[int] = ids[0, settings["input_ids"].shape[1] :].tolist()
-    return tokens
+        output = compat.plain_generate(model, **given)
+    tokens: list[int] = output.sequences[0, settings["input_ids"].shape[1] :].tolist()
+    if not log_probs:
+        return tokens, []
+    beams = output.get("beam_indices")
+    scores = model.compute_transition_scores(output.sequences, output.scores, beams, True)
+    return tokens, scores[0, : len(tokens)].tolist()
 
 
 def _may_draw(model: Any, settings: dict[str, Any]) -> bool:
-    """Return whether a call may draw random numbers: it samples, or calls what we do not know."""
+    """Return whether a call may draw random numbers: it samples, or calls objects of a user."""
     do_sample = settings["generation_config"].do_sample
     if do_sample is None:
         do_sample = model.generation_config.do_sample

@@ -1,4 +1,4 @@
-"""The default random generators, which all runs share, as one text finds them."""
+"""Gives each text of a run its own state of the default random generators."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 from lookahead_hf.verification import rng
 
 _taken = threading.RLock()
-"""Held by the thread for which the default generators are those of a text; nobody waits for it."""
+"""Held while the default generators have a text's state. No thread waits for it."""
 
 
 def _renew_lock() -> None:
-    """Make the lock anew: in a forked process, nobody is left to release it."""
+    """Replace the lock, which nobody would release in a forked process."""
     global _taken
     _taken = threading.RLock()
 
@@ -27,19 +27,14 @@ if hasattr(os, "register_at_fork"):
 
 
 class OwnGenerators:
-    """Lets a text draw from the default generators what it draws alone after `manual_seed`.
+    """Default generators in the state in which `generate` alone would have them, for one text.
 
-    If they are those of another thread's text at that moment, the text draws from generators of its
-    own. It must not wait: a processor of the other text may wait for this one.
+    If another thread's text has the default generators, this text draws from separate ones. It must
+    not wait, since a processor of the other text may wait for this one.
     """
 
     def __init__(self, device: torch.device, seed: int) -> None:
-        """Begin where `torch.manual_seed(seed)` would put the generators.
-
-        Args:
-            device: The device of the model.
-            seed: The seed of the text.
-        """
+        """Begin where `torch.manual_seed(seed)` puts the generators of the model's device."""
         self._on_cpu = device.type == "cpu"
         self._kind = "cuda" if self._on_cpu else device.type
         self._devices = [] if self._on_cpu else [*range(self._module.device_count())]
@@ -52,7 +47,7 @@ class OwnGenerators:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Let this thread draw from the text's generators inside, and from others behind it."""
+        """Let this thread draw from the text's generators inside."""
         taken = _taken
         if rng.on_own_generators() or not taken.acquire(blocking=False):
             with self._on_thread():
@@ -71,7 +66,7 @@ class OwnGenerators:
 
     @contextmanager
     def _on_thread(self) -> Iterator[None]:
-        """Let this thread alone draw from the text's generators inside."""
+        """Let only this thread draw from the text's generators inside."""
         places = [torch.device("cpu"), *(torch.device(self._kind, i) for i in self._devices)]
         states = self._states or [
             torch.Generator(place).manual_seed(self._seed).get_state() for place in places
@@ -83,7 +78,7 @@ class OwnGenerators:
                 self._states = [generator.get_state() for generator in own.by_device.values()]
 
     def _put(self) -> None:
-        """Set the generators to the states that the text has left them in."""
+        """Set the default generators to the text's latest state."""
         if not self._states:
             (torch.default_generator if self._on_cpu else torch.random).manual_seed(self._seed)
             return

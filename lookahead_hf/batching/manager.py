@@ -1,4 +1,4 @@
-"""The manager of continuous batching: transformers' own, with speculation behind its queues."""
+"""The manager of continuous batching: transformers' own queues, decoded speculatively."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from lookahead_hf import ngram_pool, stats
 from lookahead_hf.batching.progress import Progress
 from lookahead_hf.batching.queues import RequestQueue, Router, Waiting
-from lookahead_hf.batching.request import UNSAID, Job, Maker, own_objects, request_seed
+from lookahead_hf.batching.request import UNSAID, Job, Maker, own_objects
 from lookahead_hf.batching.session import new_session
 from lookahead_hf.batching.threads import CallersThread, end_team
 from lookahead_hf.compat.batching import GenerationOutput, QueueManager, fill
@@ -22,14 +22,14 @@ from lookahead_hf.generation.decode import run
 from lookahead_hf.stats import SpeculativeStats
 
 IDLE_SECONDS = 0.1
-"""Longest time for which an idle run does not look for requests."""
+"""Longest time between two looks for requests in an idle run."""
 
 
 class SpeculativeBatchingManager(QueueManager):
-    """Decodes requests together and speculatively, behind the methods of transformers' manager.
+    """Decodes requests together and speculatively, with the methods of transformers' manager.
 
     Every text is the one that `generate` writes for its prompt alone; see `request_seed` for
-    samples. A cancelled request yields nothing more.
+    samples. A cancelled request delivers nothing more.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class SpeculativeBatchingManager(QueueManager):
         *,
         max_batch_tokens: int | None,
         max_queue_size: int,
-        seed: int | None,
+        seed_of: Callable[[int], int],
         in_call: bool,
         is_run: bool,
         progress: Progress | None,
@@ -50,11 +50,11 @@ class SpeculativeBatchingManager(QueueManager):
             maker: Turns requests into calls of `generate`; it has checked the model.
             max_slots: Most texts that are decoded together.
             max_batch_tokens: Most tokens of a step, None for any number.
-            max_queue_size: Most requests that wait; adding another one waits; 0: any number.
-            seed: The seed of the samples, None to draw one from torch's default generator.
+            max_queue_size: Most waiting requests, 0 for any number; adding more blocks.
+            seed_of: Returns the seed of a text by its number.
             in_call: Whether the caller's thread decodes as soon as it asks for a result.
-            is_run: Whether `last_stats` adds up the requests, since one call makes all of them.
-            progress: Shows how the requests get on, None for no bar.
+            is_run: Whether `last_stats` is the sum of all requests, since one call made them.
+            progress: A progress bar, or None.
         """
         generation_config = copy.copy(maker.generation_config)
         eos = generation_config.eos_token_id
@@ -67,15 +67,15 @@ class SpeculativeBatchingManager(QueueManager):
         self._is_run = is_run
         self._sum: SpeculativeStats | None = None
         self._jobs: deque[Job] = deque()  # the other texts of the request that was taken last
-        self._seed = int(torch.randint(2**31, ())) if seed is None else seed
+        self._seed_of = seed_of
 
     def warmup(self) -> None:
-        """Wait until the compiled functions of drafting are loaded."""
+        """Wait until the compiled functions for drafting are loaded."""
         ngram_pool.wait_until_loaded(IDLE_SECONDS)
         self.warmed_up = True
 
     def start(self) -> None:
-        """Begin the run: in a thread of its own, or as soon as the caller asks for a result."""
+        """Start decoding in a new thread, or in the caller's as soon as it asks for a result."""
         self.batch_processor = self.maker  # for `stop`, which asks whether there is anything
         if not self._in_call:
             end_team()
@@ -129,10 +129,9 @@ class SpeculativeBatchingManager(QueueManager):
     def cancel_request(self, request_id: str) -> None:
         """Cancel a request with all of its texts, or one text by the id of its result.
 
-        What waits is cancelled at once, what is in progress before its next step. As with
-        transformers' manager nothing more is delivered, so that `request_id_iter` goes on until the
-        manager stops. The id can be used again at once: what is added later is another request.
-        Unknown ids are ignored.
+        Waiting texts are cancelled at once, others before their next step. As with transformers'
+        manager nothing more is delivered, so `request_id_iter` goes on until the manager stops. The
+        id can be reused at once for another request. Unknown ids are ignored.
         """
         self.output_router.cancel(request_id, self.input_queue.cancel)
         self.wake()
@@ -140,19 +139,14 @@ class SpeculativeBatchingManager(QueueManager):
     def register_result_handler(self, request_id: str, callback: Callable[..., Any]) -> None:
         """Let the running event loop call a function with each output of a request.
 
-        That of a request that is cancelled is not called again, and leaves the handler of the next
-        request with its id alone.
+        It is not called after the request is cancelled, nor for a later request with the same id.
         """
         self.output_router.hear(request_id, callback)
 
-    # What the session of a run asks, in the thread of the run.
+    # The session of a run calls the following methods, in the thread of the run.
 
     def take(self, in_use: Set[int] = frozenset()) -> Job | None:
-        """Return the next text that waits and can begin, None if there is none.
-
-        Args:
-            in_use: The `objects` of the texts in progress; what brings one of them waits.
-        """
+        """Return the next waiting text none of whose objects is in use, None if there is none."""
         while not self._jobs:
             request = self.input_queue.take(in_use)
             if request is None:
@@ -168,24 +162,24 @@ class SpeculativeBatchingManager(QueueManager):
         return found
 
     def stops(self) -> bool:
-        """Return whether requests in progress are to be given up."""
+        """Return whether to give up the requests in progress."""
         status = self.background_thread_status
         return bool(status.local_status >= status.HARD_STOP)
 
     def pauses(self) -> bool:
-        """Wait while somebody else uses the model; return whether there was any need to wait."""
+        """Wait while the run is paused; return whether it was."""
         if not self.background_thread_status.is_pause_requested():
             return False
         self.background_thread_status.pause_and_wait()
         return True
 
     def deliver(self, job: Job, record: SpeculativeStats | None = None) -> None:
-        """Pass on what a request has become so far, with statistics of its own at the end."""
+        """Deliver the output of a request so far, with its statistics at the end."""
         output = job.state.to_generation_output()
         output.speculative_stats = record
         if record is not None:
             if self._is_run:
-                self._sum = stats.of_run(self._sum, record)
+                self._sum = record if self._sum is None else stats.joined(self._sum, record)
             stats.publish(self.model, self._sum or record)
             stats.tell(self.model, record)
         if self.progress is not None and output.is_finished():
@@ -193,9 +187,9 @@ class SpeculativeBatchingManager(QueueManager):
         self.output_router.deliver(output, job)
 
     def _takes_requests(self) -> bool:
-        """Return whether a run goes on and takes what waits, as soon as there is room.
+        """Return whether the run will take waiting requests.
 
-        It does not while its own thread waits, in a processor or criterion that adds requests.
+        It will not while its own thread waits, in a processor or criterion that adds requests.
         """
         status, thread = self.background_thread_status, threading.current_thread()
         going = self.is_running() and status.can_accept_new_requests() is None
@@ -203,15 +197,15 @@ class SpeculativeBatchingManager(QueueManager):
         return going and not waits
 
     def _has_ended(self) -> bool:
-        """Return whether the run has ended, and fails what still waits."""
+        """Return whether the run has ended, so that waiting requests fail."""
         status = self.background_thread_status
         return bool(status.local_status == status.STOPPED)
 
     def _split(self, request: Waiting) -> list[Job]:
         """Return the texts of a request, the one with its own id last.
 
-        Each has copies of the processors and criteria that the request brought. If these cannot be
-        copied, all texts of the request fail.
+        Each gets copies of the request's processors and criteria. If these cannot be copied, all
+        texts of the request fail.
         """
         state, name = request.state, request.state.request_id
         ids = [*(f"{name}__child#{child}" for child in range(state.num_children)), name]
@@ -227,9 +221,8 @@ class SpeculativeBatchingManager(QueueManager):
             if each.request_id in request.cancelled:
                 continue
             each.num_children = 0
-            seed = request_seed(self._seed, index)
             names = frozenset({each.request_id, name})
-            jobs.append(Job(each, index, seed, names, own_objects(each)))
+            jobs.append(Job(each, index, self._seed_of(index), names, own_objects(each)))
         return jobs
 
     def decode(self) -> None:

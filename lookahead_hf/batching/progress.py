@@ -1,4 +1,4 @@
-"""A bar that shows how the requests of a run get on."""
+"""A progress bar for the requests of a run."""
 
 from __future__ import annotations
 
@@ -9,28 +9,24 @@ from transformers.utils.logging import tqdm
 from lookahead_hf.stats import SpeculativeStats
 
 EVERY_SECONDS = 0.2
-"""How often the numbers beside the bar change."""
+"""Least time between two updates of the numbers beside the bar."""
 
 
 class Progress:
-    """Counts finished requests; beside them tokens a second, live rows and tokens per step."""
+    """Shows finished requests, tokens per second, live rows and tokens per step."""
 
     def __init__(self, num_requests: int | None) -> None:
-        """`num_requests`: how many there will be, None where that is not known."""
+        """`num_requests`: the total, None if it is not known."""
         self._bar = tqdm(total=num_requests, unit="request")
         self._begin = self._shown = time.perf_counter()
         self._tokens = self._emitted = self._steps = 0
 
     def emitted(self, num_tokens: int) -> None:
-        """Note tokens of a request."""
+        """Count new tokens."""
         self._tokens += num_tokens
 
     def show(self, num_live: int) -> None:
-        """Renew the numbers beside the bar, unless that was done just now.
-
-        Args:
-            num_live: Rows that decode.
-        """
+        """Update the numbers beside the bar, at most every `EVERY_SECONDS`."""
         now = time.perf_counter()
         if now - self._shown < EVERY_SECONDS:
             return
@@ -41,12 +37,12 @@ class Progress:
         self._bar.set_postfix_str(shown)
 
     def finished(self, stats: SpeculativeStats | None) -> None:
-        """Note a request that has ended, with its statistics unless it failed."""
+        """Count a finished request, with its statistics unless it failed."""
         if stats is not None:
             self._emitted += stats.num_emitted - stats.rows
             self._steps += stats.row_steps
         self._bar.update()
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """Close the bar."""
         self._bar.close()

@@ -1,4 +1,4 @@
-"""The queues of a run: requests that wait, and what hears of their results."""
+"""The queues of a run: waiting requests, and results with their handlers."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ _logger = logging.getLogger(__name__)
 
 
 def is_text_of(request_id: str, result_id: str) -> bool:
-    """Return whether a result is that of a request, or of one of its further texts."""
+    """Return whether a result is of a request or of one of its further texts."""
     return result_id == request_id or str(result_id).startswith(f"{request_id}__child#")
 
 
 @dataclass(eq=False)
 class Waiting:
-    """A request that waits, with the number of its `first` text.
+    """A waiting request.
 
-    Its `objects` may keep something of its text, see `own_objects`; the ids of its texts that were
-    cancelled meanwhile are `cancelled`.
+    Attributes:
+        first: The number of its first text.
+        objects: See `own_objects`.
+        cancelled: Ids of its texts that were cancelled meanwhile.
     """
 
     state: RequestState
@@ -35,10 +37,10 @@ class Waiting:
 
 
 class RequestQueue(queue.Queue[Any]):
-    """Takes requests, and returns each as `Waiting`, with the number of its first text.
+    """Numbers the texts of requests in the order in which these are added.
 
     Attributes:
-        num_texts: The texts of all requests that were added to a run, cancelled ones included.
+        num_texts: Texts of all requests that were added, cancelled ones included.
     """
 
     num_texts = 0
@@ -48,7 +50,7 @@ class RequestQueue(queue.Queue[Any]):
     ) -> None:
         """Prepare an empty queue for at most `maxsize` requests, 0 for any number.
 
-        `is_emptied` tells whether a run takes requests, `has_ended` whether none does any more.
+        `is_emptied` returns whether a run takes requests, `has_ended` whether the run is over.
         """
         super().__init__(maxsize)
         self._is_emptied, self._has_ended = is_emptied, has_ended
@@ -56,7 +58,7 @@ class RequestQueue(queue.Queue[Any]):
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
         """Add a request, and wait for room as long as a run goes on, whatever the timeout.
 
-        transformers' manager takes all that waits before every step, ours what has a row.
+        transformers' manager empties its queue before every step, ours as rows become free.
         """
         waiting = Waiting(item, 0, own_objects(item))
         while True:
@@ -74,9 +76,9 @@ class RequestQueue(queue.Queue[Any]):
         self.num_texts += 1 + waiting.state.num_children
 
     def take(self, in_use: Set[int]) -> Waiting | None:
-        """Return the first request that brings no object in use, None if there is none.
+        """Return the first request none of whose objects is in use, None if there is none.
 
-        Every object sees its texts in the order in which their requests were added.
+        Requests that share an object stay in order.
         """
         awaited = set(in_use)
         with self.mutex:
@@ -89,11 +91,7 @@ class RequestQueue(queue.Queue[Any]):
         return None
 
     def cancel(self, request_id: str) -> int:
-        """Drop the requests with an id, or one text of a request by the id of its result.
-
-        Returns:
-            The texts of all requests that were added before.
-        """
+        """Drop requests by their id, or one text by the id of its result; return `num_texts`."""
         with self.mutex:
             kept = [each for each in self.queue if each.state.request_id != request_id]
             for each in kept:
@@ -106,18 +104,16 @@ class RequestQueue(queue.Queue[Any]):
 
 
 class Router(OutputRouter):
-    """Passes outputs on: nothing of a cancelled text, and also when nobody hears of them."""
+    """Delivers outputs, except those of cancelled texts."""
 
     def __init__(self) -> None:
         super().__init__()
         self._cancelled: dict[str, int] = {}
 
     def deliver(self, output: GenerationOutput, job: Job | None = None) -> None:
-        """Pass an output on; if the event loop of its handler was closed, cancel its text.
+        """Deliver an output; if the event loop of its handler was closed, cancel its text.
 
-        Args:
-            output: The output.
-            job: The text that it is of, which may have been cancelled; None where none was begun.
+        `job` is the text of the output, None if the text was not begun.
         """
         name = output.request_id
         with lock_of(self):
@@ -153,11 +149,9 @@ class Router(OutputRouter):
             handlers[request_id] = entry
 
     def cancel(self, request_id: str, drop: Callable[[str], int]) -> None:
-        """Let nothing more be heard of the texts that a request has so far.
+        """Stop delivering output for a request or one of its texts.
 
-        Args:
-            request_id: The id of the request, or of one of its texts.
-            drop: Drops those that wait, and returns the number of all texts that were added.
+        `drop` removes what waits from the queue and returns how many texts were ever added.
         """
         with lock_of(self), self.output_queue.mutex:
             self._cancelled[request_id] = drop(request_id)

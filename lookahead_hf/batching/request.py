@@ -1,4 +1,4 @@
-"""A request of continuous batching, prepared as the call of `generate` that it stands for."""
+"""Prepares a request of continuous batching as a call of `generate`."""
 
 from __future__ import annotations
 
@@ -12,43 +12,44 @@ import torch
 
 from lookahead_hf import compat
 from lookahead_hf.batching.generators import OwnGenerators
+from lookahead_hf.batching.log_probs import LogProbs
 from lookahead_hf.batching.verifier import Seeded
+from lookahead_hf.call import emitter
 from lookahead_hf.call.outputs import RequestedOutputs
 from lookahead_hf.call.prepared import PreparedCall, Request
+from lookahead_hf.call.stopping import knows_criterion
 from lookahead_hf.call.streaming import ColumnStream
 from lookahead_hf.compat.batching import RequestState
 from lookahead_hf.config import drafter_name
-from lookahead_hf.distributed import sharding
 from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.fallback import FallbackReason, Unserved, check_settings
 from lookahead_hf.generation.assembly import build_drafters
 from lookahead_hf.logits.constraints import Constraint
 from lookahead_hf.logits.row_processors import knows_processor
-from lookahead_hf.model import position_limits, prefix_tuning
-from lookahead_hf.model.facts import facts_of
+from lookahead_hf.model import position_limits
 from lookahead_hf.support import checks
+from lookahead_hf.support.checks import Purpose
 from lookahead_hf.verification.select import choose_verifier
-from lookahead_hf.verification.stopping import knows_criterion
 from lookahead_hf.verification.verifier import Verifier
 from lookahead_hf.verification.walk import Walk
 
 _STEP = 0x9E3779B1
-"""An odd number, so that the seeds of 2^32 texts differ: a CPU's generator reads 32 bits."""
+"""Odd, so that the seeds of 2^32 texts differ: a CPU's generator reads 32 bits."""
 
 OBJECTS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
-"""Arguments of `generate` that a request may have of its own, beside settings."""
+"""Arguments of `generate` that a request may bring beside settings."""
 
 UNSAID = -2
-"""What stands for the end of a text where nobody names it: then `generate` says what ends it.
+"""The end token of a request that names none: `generate` then uses the model's.
 
-As with -1, which a caller may pass, nothing ends a text for transformers' manager.
+transformers' manager takes it, like -1, for no end token.
 """
 
 
 def request_seed(seed: int, index: int) -> int:
-    """Return a seed for `torch.manual_seed`, with which `generate` writes the text of that number.
+    """Return the seed for `torch.manual_seed` with which `generate` writes text number `index`.
 
-    Texts are numbered in the order in which requests were added, from 0 on; those of one request
+    Texts are numbered from 0 in the order in which requests were added. The texts of one request
     (`num_return_sequences`) follow each other.
     """
     digest = hashlib.blake2b(str(seed).encode(), digest_size=4).digest()
@@ -56,9 +57,9 @@ def request_seed(seed: int, index: int) -> int:
 
 
 def own_objects(state: RequestState) -> frozenset[int]:
-    """Return the ids of a request's objects that may keep something of the text that they see.
+    """Return the ids of a request's objects that may keep state between tokens.
 
-    Processors and criteria of known classes keep nothing. The owner stands for a method.
+    Processors and criteria of known classes do not. A method counts as its owner.
     """
     found: list[Any] = []
     for name in OBJECTS:
@@ -73,12 +74,12 @@ def own_objects(state: RequestState) -> frozenset[int]:
 
 @dataclass(eq=False)
 class Job:
-    """One text of a run; `call` and `verifier` are None before it has a row.
+    """One text of a run; what follows `objects` is None before it has a row.
 
     Attributes:
-        index: The number of texts that were added before.
-        names: The ids that cancel it: its own, and that of the request that it is a text of.
-        objects: What the request brought that may keep something of its text, see `own_objects`.
+        index: How many texts were added before.
+        names: Ids that cancel it: its own and that of its request.
+        objects: See `own_objects`.
     """
 
     state: RequestState
@@ -87,44 +88,49 @@ class Job:
     names: frozenset[str] = frozenset()
     objects: frozenset[int] = frozenset()
     call: PreparedCall | None = None
+    outputs: RequestedOutputs | None = None
     verifier: Verifier | None = None
     constraint: Constraint | None = None
 
     def is_among(self, cancelled: Mapping[str, int]) -> bool:
-        """Return whether an id cancels this text; one that is used again spares later texts.
+        """Return whether an id cancels this text.
 
-        Args:
-            cancelled: Ids, each with the number of texts that had been added by then.
+        `cancelled` gives the number of texts that had been added when each id was cancelled: texts
+        that were added later under the same id are not cancelled.
         """
         return any(self.index < cancelled.get(name, 0) for name in self.names)
 
 
 def _set_for_one(config: Any, name: str) -> Any:
-    """Return a setting of a generation config, as far as it concerns a text alone."""
+    """Return a setting of a generation config, without the wish for continuous batching."""
     value = getattr(config, name, None)
-    return None if value == "paged" else value  # asks for continuous batching, which it has
+    return None if value == "paged" else value
 
 
 @dataclass(frozen=True)
 class Maker:
-    """Turns requests into calls of `generate`, of at most `room` tokens with their prompts."""
+    """Turns requests into calls of `generate`, of at most `room` tokens including the prompt.
+
+    With `log_probs`, the log probabilities of tokens are kept.
+    """
 
     model: Any
     generation_config: Any
     request: Request
     room: int | None = None
+    log_probs: bool = False
 
     def settings(self, job: Job) -> dict[str, Any]:
         """Return the arguments of the call of `generate` that writes the text of a job.
 
         Raises:
-            ValueError: The prompt is no list of token ids, or the request sets something that
-                generation configs do not know or the run alone decides.
+            ValueError: The prompt is not a list of token ids, or a setting is unknown or the same
+                for the whole run.
         """
         state, config = job.state, copy.deepcopy(self.generation_config)
         prompt = state.initial_tokens
         if len(prompt) == 0 or isinstance(prompt[0], (str, list)):
-            raise ValueError(f"a prompt is a list of one token id or more, not {prompt!r}")
+            raise ValueError(f"a prompt must be a non-empty list of token ids, got {prompt!r}")
         ids = torch.tensor([state.initial_tokens], dtype=torch.long, device=self.model.device)
         own = dict(state.logit_processor_kwargs)
         objects = {name: own.pop(name) for name in OBJECTS if name in own}
@@ -135,7 +141,8 @@ class Maker:
             )
         unknown = config.update(num_return_sequences=1, **own)
         if unknown:
-            raise ValueError(f"generation configs have no {', '.join(unknown)}: leave it out")
+            names = ", ".join(map(repr, unknown))
+            raise ValueError(f"unknown generation setting {names}: remove it")
         if state.max_new_tokens is not None:
             config.max_new_tokens = state.max_new_tokens
         if state.eos_token_id not in (None, UNSAID):
@@ -144,7 +151,7 @@ class Maker:
         return {**given, "generation_config": config}
 
     def call(self, job: Job) -> PreparedCall:
-        """Let transformers prepare the call of `generate` that writes the text of a job.
+        """Return the call of `generate` that writes the text of a job, prepared by transformers.
 
         Raises:
             Unserved: The call cannot be decoded together with others.
@@ -177,67 +184,58 @@ class Maker:
             **model_kwargs: Any,
         ) -> torch.Tensor:
             given = logits_processor, stopping_criteria, generation_config, model_kwargs
-            calls.append(PreparedCall(model, input_ids, *given, self.request, is_checked=True))
+            calls.append(PreparedCall(model, input_ids, *given, self.request))
             return input_ids
 
         compat.plain_generate(self.model, **self.settings(job), custom_generate=keep)
         (call,) = calls
         check_settings(lambda name: _set_for_one(call.generation_config, name))
-        checks.check_call(self.model, call.generation_config, call.model_kwargs, is_checked=True)
+        checks.admit_call(call)
         return call
 
-    def verifier(self, call: PreparedCall, seed: int) -> Verifier:
-        """Return what verifies the text of a call in a row of its own.
+    def outputs(self, call: PreparedCall) -> RequestedOutputs:
+        """Return what keeps the requested outputs of a call's text."""
+        config = call.generation_config
+        return LogProbs(config) if self.log_probs else RequestedOutputs(config, 1)
+
+    def verifier(self, call: PreparedCall, outputs: RequestedOutputs, seed: int) -> Verifier:
+        """Return the verifier of a call's text.
 
         Raises:
-            Unserved: Its samples are verified by rejection. They depend on the drafts, and these on
-                what is decoded beside them.
+            Unserved: Its samples would depend on drafts, and so on the texts decoded beside it.
         """
         if self.request.draws(call.do_sample):
             detail = f"verification={self.request.config.verification!r} of samples"
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail, "leave it out")
-        outputs = RequestedOutputs(call.generation_config, 1)
-        stream = ColumnStream(None, 1, call.pad)
-        chosen = choose_verifier(call, outputs, stream, Processes(), seed)
+        heard = emitter.of_call(call, outputs, ColumnStream(None, 1, call.pad))
+        chosen = choose_verifier(call, heard, Processes(), seed)
         if isinstance(chosen, Walk) and not chosen.rules.in_order:
             return chosen
         return Seeded(chosen, OwnGenerators(call.input_ids.device, seed))
 
     def num_draftable(self, call: PreparedCall) -> int:
-        """Return how many new tokens drafts may cover in a call."""
+        """Return how many new tokens of a call drafts may cover."""
         position_ids = position_limits.of_prompt(self.model, call.input_ids, call.model_kwargs)
         assert position_ids is not None
         return position_limits.num_draftable(self.model, position_ids, call.num_new)
 
     def check(self) -> None:
-        """Check whether the model and the settings of the run can be served at all.
+        """Check the model and the settings of the run.
 
         Raises:
-            Unserved: They cannot.
-            ValueError: A drafter cannot.
+            Unserved: They cannot be served.
+            ValueError: A drafter cannot be used in continuous batching.
         """
         model = self.model
         self._check_drafters()
         if model.device.type != "cpu":
             detail = "an accelerator, on which transformers' own has steps without the host"
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail, "call generate with a batch")
-        checks.check_setup(model)
-        checks.check_kind(model)
-        if sharding.is_spread(model):
-            raise Unserved(FallbackReason.TENSOR_PARALLEL, "in continuous batching")
-        if compat.has_own_generate(model) or model.config.is_encoder_decoder:
-            raise Unserved(FallbackReason.CONTINUOUS_BATCHING, type(model).__name__)
-        if compat.is_stateful(model) or facts_of(model).mixers:
-            raise Unserved(FallbackReason.STATEFUL, "in continuous batching")
-        if {None, "indexed_attention"} & {*compat.layer_masks(model)}:
-            raise Unserved(FallbackReason.CONTINUOUS_BATCHING, "layers that hold more than K and V")
-        if facts_of(model).needs_columns or prefix_tuning.of_model(model).count:
-            detail = "a model that counts positions itself"
-            raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail)
+        checks.admit(model, Purpose.REQUESTS)
         if self.request.config.draft_invariant:
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, "draft_invariant=True")
-        self.verifier(self.trial(), 0)
-        checks.check_trial(model)
+        trial = self.trial()
+        self.verifier(trial, self.outputs(trial), 0)
 
     def _check_drafters(self) -> None:
         heads = {"mtp", "medusa"} & {*map(str, self.request.config.drafters or ())}
@@ -253,12 +251,12 @@ class Maker:
             )
 
     def takes_flat(self) -> bool:
-        """Return whether steps may feed the tokens of live rows alone, one after another."""
+        """Return whether steps may use flat blocks, which hold the tokens of live rows only."""
         call = self.trial()
         position_ids = position_limits.of_prompt(self.model, call.input_ids, call.model_kwargs)
         assert position_ids is not None
         return checks.takes_flat(self.model, position_ids, call.model_kwargs)
 
     def trial(self) -> PreparedCall:
-        """Return the call of a request that nobody made, whose prompt is one token."""
+        """Return the call of a made-up request, whose prompt is one token."""
         return self._prepared(Job(RequestState("trial", [0], max_new_tokens=None), 0, 0))

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from lookahead_hf import compat
-from lookahead_hf.cache.refilled import RefilledCache
+from lookahead_hf.batching.scheduler import Scheduler
+from lookahead_hf.cache.texts import TextCache
 from lookahead_hf.call.prepared import PreparedCall
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.patches.layers import CompiledSteps
@@ -20,59 +21,41 @@ from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.layout import BlockLayout
 from lookahead_hf.runner.outputs import StepOutputs
 
-PIECE = 128
-"""Tokens of prompts that a step reads beside the rows that decode.
-
-With SmolLM2-135M in bfloat16 on one core, a prompt of 1,418 tokens held other rows up for 1.2 s. In
-such pieces they wait 0.17 s, and the queue takes as long as before.
-"""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """A prompt that a row holds in the cache.
-
-    Attributes:
-        ids: Its tokens, [tokens] int64.
-        logits: Logits after it, [1, 1, vocab].
-    """
+    """A prompt that a row holds in the cache, [tokens] int64, and the logits after it."""
 
     ids: np.ndarray
-    logits: torch.Tensor
+    logits: torch.Tensor  # [1, 1, vocab]
 
 
-class RefilledRunner(Runner):
-    """Runs steps of texts that come and go; prompts run at once or beside the steps of others.
+class QueueRunner(Runner):
+    """Runs steps of texts that come and go, which also read the chunks that are scheduled.
 
-    A row holds its prompt as long as its text goes on, and after that until `forget` is called or
-    another prompt takes the row. Meanwhile other texts of the same prompt begin with a copy.
-    `step_tokens`, [rows], counts the tokens that steps have fed for each row so far; where blocks
-    are padded, live rows have equal shares of all tokens.
+    A row holds its prompt until `forget` is called or another prompt takes the row. Meanwhile other
+    texts of the same prompt begin with a copy.
+
+    Attributes:
+        step_tokens: Tokens that steps have fed for each row so far, [rows] int64. Where blocks are
+            padded, live rows have equal shares of all tokens.
     """
 
     def __init__(
-        self,
-        model: object,
-        num_rows: int,
-        compiled: CompiledSteps,
-        flat: bool,
-        most_tokens: int | None,
+        self, model: object, num_rows: int, compiled: CompiledSteps, flat: bool, queue: Scheduler
     ) -> None:
-        """Prepare for the requests of one run, with at most `most_tokens` per step if given."""
         super().__init__(model, num_rows, None, compiled, flat)
-        self._texts = RefilledCache(num_rows)
-        self.most_tokens = most_tokens
-        if most_tokens is not None:
-            self.most_nodes = most_tokens // num_rows - 1
+        self._texts, self._queue = TextCache(num_rows), queue
+        if queue.max_batch_tokens is not None:
+            self.most_nodes = queue.max_batch_tokens // num_rows - 1
         self.step_tokens = np.zeros(num_rows, np.int64)
-        self._reading: dict[int, np.ndarray] = {}  # prompts that are being read, by row
         self._prompts: dict[int, Prompt] = {}
         self._has_read = False
 
     def take(
         self, row: int, call: PreparedCall, before_steps: Callable[[], object]
     ) -> torch.Tensor:
-        """Run a prompt as plain `generate` runs it alone, and move its K and V into a free row.
+        """Read a prompt as plain `generate` reads it alone; move its K and V into a free row.
 
         `before_steps` is called after the forward. Returns logits after the prompt, [1, 1, vocab].
         """
@@ -86,39 +69,35 @@ class RefilledRunner(Runner):
             self._begin_like(alone)
         self._is_nan_alone[row] = False
         logits = outputs.logits[:, -1:].clone()  # of a forward that may keep all
-        self._prompts[row] = prompt = Prompt(call.input_ids[0].cpu().numpy(), logits)
-        return prompt.logits
+        self._prompts[row] = Prompt(call.input_ids[0].cpu().numpy(), logits)
+        return logits
 
-    def reads_in_pieces(self, prompt_ids: np.ndarray, beside: bool) -> bool:
-        """Return whether a prompt is to be read in pieces: at once, it would hold up other rows.
+    def reads_in_chunks(self, prompt_ids: np.ndarray, beside: bool) -> bool:
+        """Return whether a prompt is to be read in chunks: at once, it would delay other rows.
 
         Args:
             prompt_ids: The prompt, [tokens] int64. One that the model cannot embed fails at once.
             beside: Whether other rows decode.
         """
-        waits = beside or len(prompt_ids) > (self.most_tokens or len(prompt_ids))
-        if not (waits and self.is_flat and self.has_cache):
+        most = self._queue.max_batch_tokens
+        if not (self.is_flat and self.has_cache and (beside or len(prompt_ids) > (most or np.inf))):
             return False
         vocab_size = int(compat.text_config(self.model).vocab_size)
         return bool(prompt_ids.min() >= 0 and prompt_ids.max() < vocab_size)
 
     def read(self, row: int, prompt_ids: np.ndarray) -> None:
-        """Begin to read a prompt, [tokens] int64, in a free row, in pieces beside the steps."""
+        """Begin to read a prompt, [tokens] int64, in chunks in a free row."""
         self._prompts.pop(row, None)
         self._texts.free(row)
         self._texts.slots.reserve(len(prompt_ids))
         # A mask does not hold back NaN that the row's last text may have left.
         non_finite.clear(self._texts.slots, [row])
-        self._reading[row], self._is_nan_alone[row] = prompt_ids, False
-
-    def reads(self, prompt_ids: np.ndarray) -> bool:
-        """Return whether some row is in the middle of this prompt, [tokens] int64."""
-        return any(np.array_equal(ids, prompt_ids) for ids in self._reading.values())
+        self._queue.reading[row], self._is_nan_alone[row] = prompt_ids, False
 
     def launch(self, rows: Rows, draft: DraftTree) -> StepOutputs:
-        self._has_read = bool(self._reading)
+        self._has_read = bool(self._queue.reading)
         before = self.num_fed
-        step = self._read_beside(rows, draft) if self._has_read else super().launch(rows, draft)
+        step = self._launch_beside(rows, draft) if self._has_read else super().launch(rows, draft)
         if not self.is_flat:
             shares = np.linspace(0, self.num_fed - before, int(rows.live.sum()) + 1)
             self.step_tokens[rows.live] += np.diff(shares.astype(np.int64))
@@ -131,28 +110,28 @@ class RefilledRunner(Runner):
         self.step_tokens += np.where(num_fed > 0, num_fed + nodes, 0)
         return super().run(fed, draft, is_prompt)
 
-    def _read_beside(self, rows: Rows, draft: DraftTree) -> StepOutputs:
-        """Run a step that also reads the next pieces of prompts."""
-        fed, pieces = self.fed_tokens(rows), np.zeros(self.num_rows, np.int64)
-        room = PIECE
-        if self.most_tokens is not None:
-            room = self.most_tokens - int(rows.live.sum()) - draft.num_nodes
-        for row, ids in self._reading.items():
-            first = int(self._texts.slots.lengths[row])
-            fed[row] = ids[first : first + room - pieces.sum()]
-            pieces[row] = len(fed[row])
+    def _launch_beside(self, rows: Rows, draft: DraftTree) -> StepOutputs:
+        """Run a step that also reads the next chunks of prompts."""
+        fed, lengths = self.fed_tokens(rows), self._texts.slots.lengths
+        token_budget = self._queue.budget(int(rows.live.sum()) + draft.num_nodes)
+        chunks = self._queue.schedule(token_budget, lengths)
+        for row, tokens in chunks.items():
+            fed[row] = tokens
         step = self.run(fed, draft)
-        # At once: where the step is repeated without its draft, the next pieces follow these.
-        self.keep(np.minimum(pieces, 1))
-        for row in np.flatnonzero(pieces).tolist():
-            if self._texts.slots.lengths[row] == len(self._reading[row]):
-                ids = self._reading.pop(row)
+        # At once: where the step is repeated without its draft, the next chunks follow these.
+        self.keep(np.array([min(1, len(chunks.get(row, ()))) for row in range(self.num_rows)]))
+        for row in chunks:
+            if lengths[row] == len(self._queue.reading[row]):
+                ids = self._queue.reading.pop(row)
                 self._prompts[row] = Prompt(ids, step.logits[row : row + 1, :1].clone())
         return step
 
     @property
     def step_is_typical(self) -> bool:
         return super().step_is_typical and not self._has_read
+
+    def _ahead(self, rows: Rows) -> np.ndarray:
+        return rows.lengths - 1  # positions begin at 0 in every text
 
     def holds_prompt(self, row: int) -> bool:
         """Return whether a row holds a whole prompt."""
@@ -169,22 +148,14 @@ class RefilledRunner(Runner):
         return None
 
     def share(self, row: int, source: int) -> torch.Tensor:
-        """Give a free row the prompt that a row holds, which may be the same row.
-
-        Returns:
-            Logits after the prompt, [1, 1, vocab].
-        """
+        """Give a free row the prompt of a row, perhaps its own; return the logits after it."""
         prompt = self._prompts[source]
         self._texts.share(row, source, len(prompt.ids))
         self._prompts[row], self._is_nan_alone[row] = prompt, False
         return prompt.logits
 
-    def free(self, row: int) -> None:
-        """End the text of a row, which goes on holding its prompt."""
-        self._reading.pop(row, None)
-
     def forget(self, rows: Iterable[int]) -> None:
-        """Let rows without a text hold nothing any more."""
+        """Empty rows without a text."""
         for row in rows:
             self._prompts.pop(row, None)
             if self._texts.slots.lengths[row]:
@@ -198,7 +169,7 @@ class RefilledRunner(Runner):
         """
         self._steps = compiled
         self._prompts.clear()
-        for row, prompt_ids in list(self._reading.items()):
+        for row, prompt_ids in list(self._queue.reading.items()):
             self.read(row, prompt_ids)
 
     def _begin_like(self, alone: Runner) -> None:

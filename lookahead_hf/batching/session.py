@@ -5,29 +5,32 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from lookahead_hf import compat
 from lookahead_hf.batching import alone
-from lookahead_hf.batching.recorder import RowRecorder
+from lookahead_hf.batching.log_probs import LogProbs
 from lookahead_hf.batching.request import Job, Maker
-from lookahead_hf.batching.rows import RefilledRows
-from lookahead_hf.batching.runner import RefilledRunner
+from lookahead_hf.batching.runner import QueueRunner
+from lookahead_hf.batching.scheduler import Scheduler
+from lookahead_hf.batching.times import RowTimes
 from lookahead_hf.batching.verifier import EachRow
 from lookahead_hf.call import execution
 from lookahead_hf.call.prepared import PreparedCall
 from lookahead_hf.compat.batching import RequestStatus
 from lookahead_hf.distributed.coordinator import Processes
+from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.session import DraftSession, Limits
 from lookahead_hf.fallback import Unserved
 from lookahead_hf.generation.assembly import build_drafters
+from lookahead_hf.generation.recorder import StatsRecorder
 from lookahead_hf.generation.session import Session
 from lookahead_hf.logits import constraints
-from lookahead_hf.patches.forward import left_to_kernel
 from lookahead_hf.patches.layers import CompiledSteps
+from lookahead_hf.rows import Rows
 from lookahead_hf.stats import SpeculativeStats
 
 if TYPE_CHECKING:
@@ -39,79 +42,88 @@ STOPPED = "the run was stopped before this request was complete"
 
 
 @dataclass(frozen=True, slots=True)
-class RefillSession(Session):
+class QueueSession(Session):
     """Decodes requests together; whenever a text ends, the next request takes its row.
 
-    `jobs` are the requests in progress by row; `setup` is what `generate` sets up for steps, undone
-    while prompts run.
+    Attributes:
+        times: The share of each request in the time of the run.
+        scheduler: The requests in progress, and the prompts that are being read.
+        most_new: Most tokens that the text of each row may have, [rows] int64.
+        manager: Where requests come from and results go.
+        setup: What `generate` sets up for steps, undone while prompts are read alone.
     """
 
-    rows: RefilledRows
-    runner: RefilledRunner
+    runner: QueueRunner
     verifier: EachRow
-    stats: RowRecorder
+    times: RowTimes
+    scheduler: Scheduler
+    most_new: np.ndarray
     manager: SpeculativeBatchingManager
-    jobs: dict[int, Job] = field(default_factory=dict)
     setup: ExitStack = field(default_factory=ExitStack)
 
     def start(self, stack: ExitStack) -> None:
-        stack.enter_context(left_to_kernel(False))
         stack.enter_context(self.setup)
-        if self.runner.is_flat and self.runner.most_tokens is not None:
+        if self.runner.is_flat and self.scheduler.max_batch_tokens is not None:
             # Only a prompt shows the layout of the cache, and the first one may be too long.
             self.runner.take(0, self.manager.maker.trial(), self._set_up)
             self.runner.forget([0])
 
     def goes_on(self) -> bool:
         """Pass on what the rows have become, and give free rows to the requests that wait."""
-        self.stats.settle(self.runner.step_tokens)
         if self.manager.pauses():
             self.runner.renew(compiled_steps(self.manager.maker))
         self._free_cancelled()
         stops = self.manager.stops()
-        for row, job in list(self.jobs.items()):
-            if self.jobs.get(row) is job:  # not cancelled while another one was written alone
+        for row, job in list(self.scheduler.jobs.items()):
+            if self._has(row, job):  # not cancelled while another one was written alone
                 self._pass_on(row, job)
         if not stops:
             self._fill()
         if self.manager.progress is not None:
             self.manager.progress.show(int(self.rows.live.sum()))
-        if stops or not self.jobs:
+        if stops or not self.scheduler.jobs:
             return False
         with self.stats.phase("draft"):
             self.drafts.begin(self.rows)
         return True
 
+    def observe(self, draft: DraftTree, step: Any, verdict: Verdict) -> None:
+        """Learn from a committed step, and share its time among the requests."""
+        Session.observe(self, draft, step, verdict)
+        self.times.share(verdict.live, self.runner.step_tokens)
+
+    def _has(self, row: int, job: Job) -> bool:
+        """Return whether a row is still a request's."""
+        return self.scheduler.jobs.get(row) is job
+
     def _free_cancelled(self) -> None:
         """Free the rows of requests that were cancelled."""
         cancelled = self.manager.cancelled()
-        for row, job in list(self.jobs.items()):
+        for row, job in list(self.scheduler.jobs.items()):
             if job.is_among(cancelled):
                 self._free(row)
 
     def _fill(self) -> None:
         """Give free rows to the requests that wait."""
-        free = [row for row in range(self.rows.num_rows) if row not in self.jobs]
-        free.sort(key=self.runner.holds_prompt)
+        free = sorted(self.scheduler.free_rows, key=self.runner.holds_prompt)
         while free and not self.manager.stops():
-            in_use = frozenset[int]().union(*(job.objects for job in self.jobs.values()))
-            job = self.manager.take(in_use)
+            job = self.scheduler.next_job()
             if job is None:
                 break
             holder = self.runner.holder(job.state.initial_tokens)
             row = holder if holder in free else free[0]
             free.remove(row)
             job.state.status = RequestStatus.PREFILLING
-            self.jobs[row] = job
+            self.scheduler.jobs[row] = job
             self._advance(row, job)
-            if row not in self.jobs:  # its text has ended at once
+            if row not in self.scheduler.jobs:  # its text has ended at once
                 free.append(row)
         self.runner.forget(free)
 
     def _advance(self, row: int, job: Job) -> None:
         """Go on with the prompt of a request; if that fails, the request alone fails."""
         try:
-            with self.stats.phase_of(row, "prefill"):
+            with self.times.phase(row, "prefill"):
                 self._prefill(row, job)
         except Unserved as unserved:
             self._alone(row, job, unserved)
@@ -119,7 +131,7 @@ class RefillSession(Session):
             self._fail(row, job, error)
         else:
             if job.state.status is RequestStatus.DECODING:
-                with self.stats.phase_of(row, "draft"):
+                with self.times.phase(row, "draft"):
                     self.drafts.begin_row(self.rows, row)
                 self._pass_on(row, job)
 
@@ -128,14 +140,16 @@ class RefillSession(Session):
         if job.call is None:
             job.call = self.manager.maker.call(job)
             job.constraint = constraints.of_call(job.call.processors, 1)
-            job.verifier = self.manager.maker.verifier(job.call, job.seed)
+            job.outputs = self.manager.maker.outputs(job.call)
+            job.verifier = self.manager.maker.verifier(job.call, job.outputs, job.seed)
         ids = job.call.input_ids[0].cpu().numpy()
         logits = self._after_prompt(row, job.call, ids)
         if logits is None:
             return
         assert job.verifier is not None
         job.state.status = RequestStatus.DECODING
-        self.rows.take(row, ids, self.manager.maker.num_draftable(job.call))
+        self.rows.take(row, ids)
+        self.most_new[row] = self.manager.maker.num_draftable(job.call)
         self.verifier.take(self.rows, row, job.verifier, logits)
 
     def _after_prompt(self, row: int, call: PreparedCall, ids: np.ndarray) -> torch.Tensor | None:
@@ -144,13 +158,13 @@ class RefillSession(Session):
         holder = runner.holder(ids)
         if holder is not None:
             return runner.share(row, holder)
-        if runner.reads(ids):
+        if self.scheduler.is_reading(ids):
             return None
-        if runner.reads_in_pieces(ids, bool(self.rows.live.any())):
+        if runner.reads_in_chunks(ids, bool(self.rows.live.any())):
             runner.read(row, ids)
             return None
         self.setup.close()
-        self.stats.fed(row, len(ids))
+        self.times.read_alone(row, len(ids))
         return runner.take(row, call, self._set_up)
 
     def _set_up(self) -> None:
@@ -162,20 +176,21 @@ class RefillSession(Session):
         def on_token() -> bool:
             self._note_tokens(job, 1)
             self._free_cancelled()
-            return self.jobs.get(row) is not job or self.manager.stops()
+            return not self._has(row, job) or self.manager.stops()
 
         self.setup.close()
         try:
-            settings = self.manager.maker.settings(job)
-            tokens = alone.write(self.manager.model, settings, job.seed, on_token)
+            maker = self.manager.maker
+            given = maker.settings(job), job.seed, on_token, maker.log_probs
+            tokens, log_probs = alone.write(self.manager.model, *given)
             if self.manager.stops():
                 raise RuntimeError(STOPPED)
         except Exception as error:
-            if self.jobs.get(row) is job:  # not cancelled
+            if self._has(row, job):  # not cancelled
                 self._fail(row, job, error)
             return
-        if self.jobs.get(row) is job:
-            job.state.generated_tokens = tokens
+        if self._has(row, job):
+            job.state.generated_tokens, job.state.logprobs = tokens, log_probs
             if (times := job.state.timestamps) is not None:
                 del times[len(tokens) :]  # beams may go on after the best has ended
             self._finish(row, job, SpeculativeStats(fallback_reason=unserved.reason))
@@ -196,14 +211,17 @@ class RefillSession(Session):
         emitted = self.rows.emitted(row)
         new = emitted[known:].tolist()
         state.generated_tokens += new
+        if isinstance(job.outputs, LogProbs):
+            state.logprobs += job.outputs.take(new)
         self._note_tokens(job, len(new))
         if self.rows.finished[row]:
             state.generated_tokens = emitted.tolist()  # a processor may have edited earlier ones
-            with self.stats.phase_of(row, "draft"):
+            with self.times.phase(row, "draft"):
                 self.drafts.end_row(self.rows, row)
             record = self.stats.of_row(
+                self.rows,
                 row,
-                int(self.rows.num_emitted[row]),
+                **self.times.of_row(row),
                 engine=job.verifier.name,
                 per_source=self.drafts.source_stats(row),
                 **self.runner.ways,
@@ -231,9 +249,8 @@ class RefillSession(Session):
         self.manager.deliver(job)
 
     def _free(self, row: int) -> None:
-        self.jobs.pop(row, None)
-        self.stats.free(row)
-        for part in (self.rows, self.runner, self.verifier):
+        self.most_new[row] = 0
+        for part in (self.scheduler, self.rows, self.verifier, self.stats, self.times):
             part.free(row)
 
     def output(self) -> None:
@@ -243,7 +260,7 @@ class RefillSession(Session):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
         self.drafts.end(self.rows)
-        for row, job in list(self.jobs.items()):
+        for row, job in list(self.scheduler.jobs.items()):
             self._fail(row, job, error or RuntimeError(STOPPED))
 
 
@@ -253,7 +270,7 @@ def compiled_steps(maker: Maker) -> CompiledSteps:
     return CompiledSteps(maker.model, None if is_wanted else execution.NOT_ASKED_FOR)
 
 
-def new_session(manager: SpeculativeBatchingManager) -> RefillSession:
+def new_session(manager: SpeculativeBatchingManager) -> QueueSession:
     """Return a session with free rows only.
 
     Raises:
@@ -262,29 +279,32 @@ def new_session(manager: SpeculativeBatchingManager) -> RefillSession:
     maker, num_rows = manager.maker, manager.max_slots
     model, request = maker.model, maker.request
     do_sample = bool(maker.generation_config.do_sample)
-    rows, compiled = RefilledRows(num_rows), compiled_steps(maker)
-    jobs: dict[int, Job] = {}
+    rows, most_new = Rows.without_texts(num_rows), np.zeros(num_rows, np.int64)
+    scheduler = Scheduler(num_rows, manager.take, manager.max_batch_tokens)
 
     def grammar_of(row: int) -> Grammar | None:
-        constraint = jobs[row].constraint if row in jobs else None
-        return None if constraint is None else constraint.shadow(0)
+        job = scheduler.jobs.get(row)
+        return None if job is None or job.constraint is None else job.constraint.shadow(0)
 
-    runner = RefilledRunner(model, num_rows, compiled, maker.takes_flat(), manager.max_batch_tokens)
+    runner = QueueRunner(model, num_rows, compiled_steps(maker), maker.takes_flat(), scheduler)
     drafts = DraftSession(
         model,
         request.config,
         rows,
         build_drafters(model, request, num_rows, do_sample, grammar_of=grammar_of),
-        Limits(do_sample, int(compat.text_config(model).vocab_size), rows.most_new),
+        Limits(do_sample, int(compat.text_config(model).vocab_size), most_new),
         runner,
     )
-    return RefillSession(
+    stats = StatsRecorder(num_rows)
+    return QueueSession(
         rows=rows,
         drafts=drafts,
         runner=runner,
-        verifier=EachRow(num_rows),
+        verifier=EachRow(),
         processes=Processes(),
-        stats=RowRecorder(num_rows),
+        stats=stats,
+        times=RowTimes(num_rows, stats),
+        scheduler=scheduler,
+        most_new=most_new,
         manager=manager,
-        jobs=jobs,
     )

@@ -1,4 +1,4 @@
-"""Verifies every row as a call of its own, by the rules of the request that it belongs to."""
+"""Verifies each row of a queue by the rules of its request."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import numpy as np
 import torch
 
 from lookahead_hf.batching.generators import OwnGenerators
-from lookahead_hf.batching.rows import RefilledRows
-from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.rows import Rows
 from lookahead_hf.verification.verifier import Verifier
@@ -16,12 +14,11 @@ from lookahead_hf.verification.verifier import Verifier
 class Seeded(Verifier):
     """Verifies a text whose tokens, processors or criteria draw from the default generators.
 
-    They draw in plain's order, and what other texts draw in between does not count.
+    They draw as in plain generation, whatever other texts draw meanwhile.
     """
 
     def __init__(self, verifier: Verifier, generators: OwnGenerators) -> None:
-        """`verifier`: decides; `generators`: those of the text."""
-        super().__init__(Processes())
+        super().__init__()
         self.name, self._verifier, self._generators = verifier.name, verifier, generators
 
     def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
@@ -30,43 +27,34 @@ class Seeded(Verifier):
 
 
 class EachRow(Verifier):
-    """Hands every row to a verifier of its own.
-
-    Attributes:
-        errors: What the verifier of a row raised; its text has ended with that.
-    """
+    """Gives every row a verifier of its own; `errors` has the exceptions that ended texts."""
 
     name = "walk"
 
-    def __init__(self, num_rows: int) -> None:
-        super().__init__(Processes())
-        self._verifiers: list[Verifier | None] = [None] * num_rows
+    def __init__(self) -> None:
+        super().__init__()
+        self._verifiers: dict[int, Verifier] = {}
         self.errors: dict[int, Exception] = {}
 
-    def take(self, rows: RefilledRows, row: int, verifier: Verifier, logits: torch.Tensor) -> None:
-        """Begin another text in a row and emit its first token.
-
-        The verifier sees a batch of this one row; `logits`, [1, 1, vocab], follow its prompt.
-        """
+    def take(self, rows: Rows, row: int, verifier: Verifier, logits: torch.Tensor) -> None:
+        """Emit the first token of another text in a row, by the logits, [1, 1, vocab]."""
         self._verifiers[row] = verifier
-        verifier.first(rows.texts[row], logits)
+        verifier.first(rows.of_row(row, 1), logits)
 
     def free(self, row: int) -> None:
-        """Let go of the verifier of a row."""
-        self._verifiers[row] = None
+        """Forget the verifier of a row."""
+        self._verifiers.pop(row, None)
         self.errors.pop(row, None)
 
     def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
-        assert isinstance(rows, RefilledRows)
         tokens: list[list[int]] = [[] for _ in range(rows.num_rows)]
         paths: list[list[int]] = [[] for _ in range(rows.num_rows)]
         live = rows.live
         for row in np.flatnonzero(live).tolist():
-            verifier = self._verifiers[row]
-            assert verifier is not None
+            own = draft.of_row(row)
             try:
-                own = logits[row : row + 1]
-                verdict = verifier.verify(rows.texts[row], draft.of_row(row), own)
+                alone = rows.of_row(row, 1 + own.num_nodes)
+                verdict = self._verifiers[row].verify(alone, own, logits[row : row + 1])
             except Exception as error:
                 self.errors[row], live[row] = error, False
                 rows.end(row)

@@ -1,1 +1,1 @@
-"""The cache: taken over from transformers, one length per row, handed back in plain's columns."""
+"""The cache: moved from transformers into slots, one length per row, and handed back."""

@@ -1,4 +1,4 @@
-"""Takes over a cache that transformers filled, and hands it back as plain `generate` leaves it."""
+"""Moves a cache of transformers into slots, and back as plain `generate` leaves it."""
 
 from __future__ import annotations
 
@@ -9,31 +9,26 @@ import numpy as np
 import torch
 
 from lookahead_hf.cache import hf_layers
+from lookahead_hf.cache.columns import ColumnCache
 from lookahead_hf.cache.slot_layer import SlotLayer
-from lookahead_hf.cache.slots import SlotCache, SlotGroup
+from lookahead_hf.cache.slots import SlotGroup
 from lookahead_hf.compat import Cache, is_users_cache, self_attention, with_self_attention
 
 MOST_COPIES = 8
-"""Rows of a layer that are copied one by one; of more rows all tokens are copied at once."""
+"""Most rows that are copied one by one; of more rows all tokens are copied at once."""
 
 _Part = tuple[slice, slice, np.ndarray]
 
 
-class AdoptedCache:
-    """A cache of transformers whose content lives in slots for the length of a call.
+class AdoptedCache(ColumnCache):
+    """A cache of transformers whose content is in slots for the length of a call.
 
-    Columns are indices in plain's padded batch. Slots count the attended columns only. The content
-    is moved layer by layer, so that at most one layer is held twice. Only the tensors of a static
-    cache that the caller made stay in place beside ours.
+    The content is moved layer by layer, so that at most one layer is held twice. Only the tensors
+    of a static cache that the caller made stay in place beside ours.
 
     Attributes:
-        original: The object that was taken over; empty until `hand_back`.
-        slots: The content.
-        for_model: The slots, together with an encoder's part of the cache.
-        columns: Column of each row's token i, [rows, columns of the prompt] int64; None where that
-            is i in every row.
-        pads: Columns of the prompt that are not attended, [rows] int64.
-        seen: Most columns before its own that a token sees in plain's cache, None for all, by mask.
+        original: transformers' cache; empty until `hand_back`.
+        seen: By mask, most columns before its own that a token sees in plain's cache, None for all.
     """
 
     def __init__(
@@ -47,7 +42,7 @@ class AdoptedCache:
         num_columns: int | None = None,
         is_fed: bool = False,
     ) -> None:
-        """Take the content over.
+        """Move the content into slots.
 
         Args:
             original: The cache after the prompt.
@@ -58,15 +53,13 @@ class AdoptedCache:
             trims: Whether layers with a window hold no more than the window.
             returned: Whether the caller sees the cache afterwards.
             num_columns: Columns of the prompt; None for as many as `original` holds.
-            is_fed: Whether our cache will be fed the prompt without its pads. Such a cache cannot
-                be handed back.
+            is_fed: Whether the slots will be fed the prompt without its pads. They cannot be handed
+                back then.
         """
+        held = original.get_seq_length() if num_columns is None else num_columns
+        super().__init__(num_rows, int(held))
         self.original, self._text = original, self_attention(original)
         self._is_fed = is_fed
-        held = original.get_seq_length() if num_columns is None else num_columns
-        self.num_columns = int(held)
-        self.slots = SlotCache(num_rows)
-        self.columns: np.ndarray | None = None
         self._known: dict[Any, tuple[list[_Part], dict[torch.device, Any]]] = {}
         self.slots.lengths[:] = self.num_columns
         # Where the caller sees the cache and may attend a row's pads later: the rows, the columns
@@ -95,7 +88,7 @@ class AdoptedCache:
             raise
 
     def _group(self, masks: Sequence[str | None], trims: bool) -> None:
-        """Group layers with the same mask and window; all other layers hold the whole text."""
+        """Group layers by mask and window; layers without a common window hold the whole text."""
         found: dict[str, set[tuple[int | None, int | None]]]
         found = {name: set() for name in masks if name is not None}
         for name, layer in zip(self._masks, self._text.layers, strict=True):
@@ -151,10 +144,10 @@ class AdoptedCache:
     def _parts(
         self, dropped: np.ndarray, first: int, last: int
     ) -> tuple[list[_Part], dict[torch.device, Any]]:
-        """Return rows, slots and their columns of what a layer holds in columns first to last.
+        """Return the rows, slots and columns of the tokens in columns `first` to `last` of a layer.
 
-        The other layers of its group hold the same. `dropped`, [rows], counts the tokens before the
-        first slot. Beside it comes what `_places` keeps.
+        All layers of a group have the same. `dropped`, [rows], counts the tokens before the first
+        slot. The dict is a cache for `_places`.
         """
         asked = first, last, dropped.tobytes()
         if asked in self._known:
@@ -171,26 +164,9 @@ class AdoptedCache:
         self._known[asked] = found
         return found
 
-    def token_columns(self, group: SlotGroup, slots: int | None = None) -> np.ndarray:
-        """Return the token's column in every slot, by default visible ones, [rows, slots] int64."""
-        tokens = group.dropped[:, None] + np.arange(group.visible if slots is None else slots)
-        rows = np.broadcast_to(np.arange(len(tokens))[:, None], tokens.shape)
-        return self.columns_of(rows, tokens)
-
-    def columns_of(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Return columns of tokens by their rows and indices in these, int64 of the same shape."""
-        columns: np.ndarray = tokens + self.pads[rows]
-        if self.columns is not None:
-            early = tokens < self.num_columns
-            columns[early] = self.columns[rows[early], tokens[early]]
-        return columns
-
     @property
     def views(self) -> list[tuple[int | None, np.ndarray]]:
-        """The columns before its own that a token sees in plain's cache, at most, for every layer.
-
-        Beside it stand the tokens of each row that our cache has dropped.
-        """
+        """The window in plain's cache of every layer, and what rows have dropped, [rows]."""
         whole = None, np.zeros_like(self.slots.lengths)
         return [
             (hf_layers.window(layer), ours.group.dropped) if isinstance(ours, SlotLayer) else whole
@@ -200,7 +176,7 @@ class AdoptedCache:
     def hand_back(self, num_columns: int) -> Cache:
         """Fill the original's own layers with the first `num_columns` columns, and return it.
 
-        Columns that a row does not attend have their old content where the caller sees the cache,
+        If the caller sees the cache, columns that a row does not attend get their old content back,
         since a later call may attend them. Otherwise they are zero.
         """
         for layer, ours in zip(self._text.layers, self.slots.layers, strict=False):
@@ -252,7 +228,7 @@ def _places(
 
 
 def _index(places: np.ndarray, device: torch.device) -> slice | torch.Tensor:
-    """Ascending places as an index: where possible a slice, which copies nothing twice."""
+    """Return ascending places as an index, a slice if possible, which saves a copy."""
     if len(places) and int(places[-1] - places[0]) + 1 == len(places):
         return slice(int(places[0]), int(places[-1]) + 1)
     return torch.from_numpy(places).to(device)

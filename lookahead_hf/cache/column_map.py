@@ -1,4 +1,4 @@
-"""Maps the columns that plain's cache shows a token to the slots of our cache."""
+"""Maps columns of plain's cache to slots."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import numpy as np
 import torch
 
 from lookahead_hf.cache.adopt import AdoptedCache
+from lookahead_hf.cache.columns import ColumnCache
 
 
-def seen_slots(cache: AdoptedCache, row: int, kept: list[int]) -> list[list[torch.Tensor]]:
-    """Return the slots that a row's tokens in the latest block see, each the parent of the next.
+def seen_slots(cache: ColumnCache, row: int, kept: list[int]) -> list[list[torch.Tensor]]:
+    """Return the slots that tokens of a row in the latest block see, by token and layer.
 
-    `kept` are their places in the block, root first; the cache's lengths count them already. The
-    slots come per token and layer, in the order of the columns that plain's cache shows, -1 for
-    pads.
+    `kept` are the places of these tokens in the block, root first; the cache's lengths count them
+    already. Slots are in the order of the columns of plain's cache, -1 for pads.
     """
+    assert isinstance(cache, AdoptedCache)
     length = int(cache.slots.lengths[row]) - len(kept)  # where the block begins
     prompt, first = np.arange(cache.num_columns), cache.num_columns - int(cache.pads[row])
     if cache.columns is not None:
@@ -31,6 +32,6 @@ def seen_slots(cache: AdoptedCache, row: int, kept: list[int]) -> list[list[torc
 
 
 def _slots(tokens: np.ndarray, window: int | None, dropped: int) -> torch.Tensor:
-    """Return the slots of a row's newest tokens, -1 for pads, with so many dropped in front."""
+    """Return the slots of a row's tokens within a window, -1 for pads."""
     newest = tokens if window is None else tokens[-window - 1 :]
     return torch.from_numpy(np.where(newest < 0, -1, newest - dropped))

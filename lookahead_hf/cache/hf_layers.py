@@ -76,7 +76,7 @@ def room(cache: Cache, sliding: int | None) -> int | None:
 
 
 def read(layer: Any) -> Content | None:
-    """Return what the newest columns hold, as views if possible; None if there are none."""
+    """Return the content of the columns that a layer holds, as views if possible, or None."""
     if not getattr(layer, "is_initialized", False) or layer.keys is None:
         return None
     content: Content = (layer.keys, layer.values)
@@ -89,10 +89,10 @@ def read(layer: Any) -> Content | None:
 
 
 def release(layer: Any, users: bool) -> None:
-    """Drop what a layer holds, until `fill`.
+    """Empty a layer until `fill`.
 
-    The tensors of a static cache that the caller made stay, since a compiled forward may refer to
-    them by their addresses.
+    A static cache that the caller made keeps its tensors, whose addresses a compiled forward may
+    use.
     """
     if not (users and isinstance(layer, StaticLayer)):
         layer.keys = layer.values = None
@@ -101,9 +101,9 @@ def release(layer: Any, users: bool) -> None:
 
 
 def fill(layer: Any, content: Content, num_columns: int) -> None:
-    """Store what the newest of all columns hold, in a static layer's own tensors if it has them.
+    """Store the content of the newest columns, as many as a layer holds after `num_columns`.
 
-    There are as many of them as the layer holds after `num_columns`.
+    A static layer that has tensors keeps them.
     """
     if isinstance(layer, StaticLayer):
         _fill_static(layer, content, num_columns)

@@ -1,4 +1,4 @@
-"""A layer of our cache as the model sees it."""
+"""A layer of slots, as the model sees it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SlotLayer(DynamicLayer):
     """
 
     def __init__(self, group: SlotGroup, stores: Stores, index: Stores | None = None) -> None:
-        """`index` has the keys of the layer's indexer in `k_store`, and no values."""
+        """`index` holds the keys of the layer's indexer in `k_store`, and no values."""
         super().__init__()
         self.group, self.stores, self.index = group, stores, index
         keys = stores.k_store

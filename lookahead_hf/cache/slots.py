@@ -1,4 +1,4 @@
-"""Our cache: rows left-aligned, each with its own length, so that a rollback moves no data."""
+"""The cache of slots: each row is left-aligned with its own length, so a rollback moves no data."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ GROWTH_SLOTS = 64
 
 
 class SlotGroup:
-    """Layers that take the same mask: every token has the same slot in each of them.
+    """Layers with the same mask, in which every token has the same slot.
 
-    Layers with a window hold no more than their window: when their room is used up, the tokens that
-    no later token sees are dropped, and the others move to the front.
+    Layers with a window drop tokens that no later token sees when their room is used up, and move
+    the others to the front.
 
     Attributes:
         window: Tokens before its own that a token may see, None for all.
-        num_kept: The same, or more where plain's layers hold more; 0 without a window.
+        num_kept: The same, or more if plain's layers hold more; 0 without a window.
         dropped: Tokens of each row that came before its first slot, [rows] int64.
         capacity: Slots that every layer has room for.
         block: Where the forward in progress writes.
@@ -98,9 +98,9 @@ class SlotGroup:
     def move_to(
         self, stores: list[tuple[torch.Tensor, torch.Tensor]], capacity: int, table: PathTable
     ) -> None:
-        """Copy the content to other K and V of this capacity, and go on there.
+        """Copy the content to other K and V of this capacity, and use these from then on.
 
-        The slots behind the content are zero, since masked NaN would spread.
+        The slots behind the content are zero, since NaN would spread from masked slots.
         """
         for layer, pair in zip(self.layers, stores, strict=True):
             for new, old in zip(pair, (layer.k_store, layer.v_store), strict=True):
@@ -138,7 +138,7 @@ class SlotGroup:
         self._slots_by_device = {flat_slots.device: flat_slots}
 
     def drop_unseen(self, slots: int) -> None:
-        """Drop what a window has left behind if there is no room for so many slots."""
+        """Drop tokens that no window reaches, if there is no room for so many slots."""
         if self.window is None or (slots <= self.capacity and not self._is_dropping):
             return
         gone = np.maximum(self.lengths - self.num_kept - self.extent.lead, 0)
@@ -150,7 +150,7 @@ class SlotGroup:
             self.dropped, self._is_dropping = self.dropped + gone, False
 
     def flat_slots_on(self, device: torch.device) -> torch.Tensor:
-        """`block.flat_slots` on a device, copied once per block."""
+        """Return `block.flat_slots` on a device; it is copied once per block."""
         assert self.block is not None and self.block.flat_slots is not None
         if device not in self._slots_by_device:
             self._slots_by_device[device] = self.block.flat_slots.to(device)
@@ -158,9 +158,11 @@ class SlotGroup:
 
 
 class SlotCache(Cache):
-    """A cache of `SlotLayer`s with one length per row; `groups` are its layers by mask.
+    """A cache of `SlotLayer`s with one length per row.
 
-    `lengths`, [rows] int64, are changed in place, as `extent` has the same array.
+    Attributes:
+        lengths: Tokens of each row, [rows] int64; changed in place, as `extent` has the same array.
+        groups: The layers by mask.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -175,7 +177,7 @@ class SlotCache(Cache):
         return self.extent.longest
 
     def each_group(self) -> list[SlotGroup]:
-        """Every group once."""
+        """Return every group once."""
         return list(dict.fromkeys(self.groups.values()))
 
     def add(
@@ -208,7 +210,7 @@ class SlotCache(Cache):
         self.add(name, *(torch.empty(len(self.lengths), 0, 0, 0) for _ in range(2)))
 
     def add_other(self, layer: Any) -> None:
-        """Append a layer without K and V: the same if it holds a state, else one with nothing."""
+        """Append a layer without K and V: itself if it holds a state, else an empty one."""
         self.layers.append(layer if isinstance(layer, StateLayer) else EmptyLayer())
 
     def reserve(self, slots: int) -> None:

@@ -1,7 +1,7 @@
-"""Parts of our cache that its layers share: the lengths of the rows, and a layer's K and V.
+"""The lengths of rows, and a layer's K and V, which the parts of a cache share.
 
 A cache refers to its layers and groups, and both refer to these; nothing refers to the cache. So K
-and V are freed with their last user, without waiting for Python's garbage collector.
+and V are freed at once, without Python's garbage collector.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 
 @dataclass(eq=False)
 class Extent:
-    """The part of every row that is kept, and the part that the attention reads.
+    """The slots of every row that are in use, and those that the attention reads.
 
     Attributes:
         lengths: Tokens of each row that are kept, [rows] int64.
-        shown: Slots that the attention sees in every forward, None for those that are in use.
-        starts: Lengths after the prompt, [rows], if a row must keep what the slowest row still
-            sees, because all rows may be handed back at that point; else None.
-        copies: Whether the model views K and V in shapes that need them contiguous.
+        shown: Slots that the attention sees in every forward, None for those in use.
+        starts: Lengths after the prompt, [rows], if all rows may be handed back where the slowest
+            one is, so that each must keep what that row sees; else None.
+        copies: Whether the model needs K and V contiguous.
     """
 
     lengths: np.ndarray
@@ -56,7 +56,7 @@ class Stores:
 
     @property
     def is_shaped(self) -> bool:
-        """Whether it is known how many heads of which size there are."""
+        """Whether the number and size of heads is known."""
         return bool(self.k_store.shape[2])
 
     def shape(self, capacity: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -74,8 +74,8 @@ class Stores:
     def drop(self, counts: np.ndarray) -> None:  # [rows]
         """Drop the oldest tokens of every row and move the others to the front.
 
-        K, V and `dropped` are replaced together. A layer is therefore whole, whether or not it has
-        dropped its tokens yet, wherever an interrupt falls or memory runs out.
+        K, V and `dropped` are replaced together, so that an interrupt or lack of memory leaves a
+        layer whole.
         """
         last, device = self.k_store.shape[1] - 1, self.k_store.device
         slots = torch.from_numpy(counts[:, None] + np.arange(last + 1)).clamp_(max=last)

@@ -1,1 +1,1 @@
-"""Data of one call of `generate`: settings, outputs, streams."""
+"""One call of `generate`: its arguments, its outputs, and how tokens are emitted."""

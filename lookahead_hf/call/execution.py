@@ -1,9 +1,8 @@
-"""How the steps of a call are run: the closed list of values of `SpeculativeStats.execution`.
+"""How steps are run: the closed list of values of `SpeculativeStats.execution` and `own_code`.
 
-The runner on the host runs the model's own forward; compiled kernels may compute its layers. Why
-layers run their own code on a CPU is in `SpeculativeStats.own_code`. A runner on a CUDA device
-replays its steps, or gives one of these reasons why it does not. Some reasons are followed by a
-colon and a detail.
+The runner on the host runs the model's own forward; compiled kernels may compute its layers, or
+`own_code` has the reasons against that. A runner on a CUDA device replays its steps or gives a
+reason why not. A colon and a detail may follow a reason.
 """
 
 from __future__ import annotations
@@ -13,19 +12,19 @@ COMPILED = "compiled"
 REPLAYED = "replayed"
 NOT_ASKED_FOR = "not asked for"
 
-# What a call or its model does that no graph can capture.
+# No graph can capture the call or its model.
 TENSORS = "the model is passed further tensors"
 CAPTURED = "the call itself is being captured"
 OFFLOADED = "a hook of accelerate moves tensors"
 OWN_GRAPHS = "the model is compiled into graphs already"
-READS_LENGTHS = "its rotary positions look at the length in every forward"
-WATCHED = "calls of torch are being watched"
+READS_LENGTHS = "rotary embeddings depend on the sequence length"
+WATCHED = "a torch function or dispatch mode is active"
 HOOKS = "modules have hooks"
 REPLACED = "a forward was replaced"
 STATES = "its layers keep a recurrent state"
 WAITS = "a forward waits for the device"
 
-# What speaks against capturing now; a later call may find it otherwise.
+# The call is not captured, but later ones may be.
 NO_GRAPHS = "the device has no graphs"
 TOO_SHORT = "the call is too short to capture for"
 TOO_LARGE = "K and V take too much memory to keep"
@@ -36,7 +35,7 @@ FAILED = "capturing failed"
 
 CHANGED = "the model was changed in the middle of the call"
 
-# Why layers run their own code on a CPU; so do NOT_ASKED_FOR, WATCHED, HOOKS and CHANGED.
+# Layers run their own code on a CPU. NOT_ASKED_FOR, WATCHED, HOOKS and CHANGED are reasons, too.
 PROCESSES = "several processes run the model"
 BY_TORCH = "the model is compiled by torch"
 COMPILING = "the kernels are being compiled"

@@ -1,4 +1,4 @@
-"""Scores, logits, hidden states and attentions of every emitted token, as plain returns them."""
+"""The scores, logits, hidden states and attentions that a caller asked for."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ Layers = tuple[torch.Tensor, ...]
 
 
 class RequestedOutputs:
-    """What the caller asked to see of each step; nothing else is kept.
+    """Scores, logits, hidden states and attentions of every emitted token, as plain returns them.
 
     Rows advance by different counts, so everything is kept by row and put together at the end. The
-    names are those of forwards and `generate`, for a decoder where the model has an encoder.
+    names are those of forwards and `generate`; with an encoder, those of its decoder.
 
     Attributes:
         chooses: Whether the scores or logits behind each choice are kept.
@@ -23,7 +23,7 @@ class RequestedOutputs:
     def __init__(
         self, generation_config: Any, num_rows: int, encoder_outputs: Any | None = None
     ) -> None:
-        """Read from a prepared generation config what to keep.
+        """Read from a generation config what to keep.
 
         Args:
             generation_config: As prepared by `generate`.
@@ -59,7 +59,7 @@ class RequestedOutputs:
         return self.chooses or self.observes
 
     def scores_so_far(self) -> tuple[torch.Tensor, ...] | None:
-        """Return the `scores` of plain's stopping criteria; for rows that advance together."""
+        """Return the `scores` that plain passes to stopping criteria, for rows in lockstep."""
         return self._columns("scores") if "scores" in self._chosen else None
 
     def choose(self, row: int, scores: torch.Tensor, logits: torch.Tensor) -> None:
@@ -83,10 +83,9 @@ class RequestedOutputs:
 
         Args:
             row: The row.
-            tokens: Their places in the block, root first.
+            tokens: Places of these tokens in the block, root first.
             outputs: The forward's outputs.
-            slots: For each token and each layer, the slots of the columns in plain's cache, -1 for
-                none.
+            slots: By token and layer, the slots of the columns in plain's cache, -1 for none.
         """
         for name, rows in self._observed.items():
             layers = getattr(outputs, name)
@@ -96,7 +95,7 @@ class RequestedOutputs:
     def _entry(
         self, name: str, layers: Any, row: int, token: int, slots: list[torch.Tensor]
     ) -> Any:
-        """One token's entry of one output, layer by layer; SDPA returns attentions as ()."""
+        """Return a token's entry of an output, layer by layer; SDPA returns attentions as ()."""
         if not layers:
             return layers
         at = slice(token, token + 1)
@@ -114,7 +113,7 @@ class RequestedOutputs:
         return {**chosen, **observed, **self._encoder}
 
     def _columns(self, name: str) -> tuple[torch.Tensor, ...]:
-        """Entries of all rows by column, [rows, vocab] each; a column is put together once."""
+        """Return the entries of all rows by column, [rows, vocab] each; a column is joined once."""
         rows, joined = self._chosen[name], self._joined[name]
         for column in range(len(joined), min(map(len, rows))):
             whole = torch.stack([row[column] for row in rows])
@@ -124,13 +123,13 @@ class RequestedOutputs:
         return tuple(joined)
 
     def _steps(self, name: str, num_columns: int) -> tuple[Layers | None, ...]:
-        """The prompt's entry, then one per further column, layer by layer."""
+        """Return the prompt's entry, then one per further column, layer by layer."""
         columns = list(zip(*self._observed[name], strict=False))[: num_columns - 1]
         return (self._prefill[name], *map(_by_layer, columns))
 
 
 def _by_layer(rows: tuple[Layers | None, ...]) -> Layers | None:
-    """A column's entry, put together from its rows' entries."""
+    """Return a column's entry from those of its rows."""
     given = [row for row in rows if row is not None]
     layers = zip(*given, strict=True)
     stacked = (None if layer[0] is None else torch.stack(layer) for layer in layers)
@@ -138,7 +137,7 @@ def _by_layer(rows: tuple[Layers | None, ...]) -> Layers | None:
 
 
 def _by_column(weights: Any, slots: torch.Tensor) -> Any:
-    """Attention weights over slots, [heads, 1, slots], as [heads, 1, columns]."""
+    """Return attention weights over slots, [heads, 1, slots], as [heads, 1, columns]."""
     if weights is None:
         return None
     slots = slots.to(weights.device)

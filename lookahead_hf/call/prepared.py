@@ -1,4 +1,4 @@
-"""A call of `generate`: what its caller asks of speculation, and what transformers prepares."""
+"""A call of `generate`: the request of its caller, and what transformers has prepared."""
 
 from __future__ import annotations
 
@@ -18,19 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a caller asks of speculation.
+    """The arguments of a caller that concern speculation.
 
     Attributes:
-        config: How to speculate.
-        streamer: Gets the prompt and every token, as plain `generate` feeds it.
-        tokenizer: The caller's `tokenizer=`.
-        assistant_model: The caller's `assistant_model=`.
-        assistant_tokenizer: The caller's `assistant_tokenizer=`.
-        use_mtp: The caller's `use_mtp=`: whether the model's own layers draft, too.
-        assistant_settings: What the caller asks of assistants, by generation setting.
+        use_mtp: Whether the model's own layers draft, too.
+        assistant_settings: Generation settings for assistants.
         synced_gpus: As `generate` computes it.
-        prediction: The caller's guess of every row's text, token ids.
-        encoder_inputs: What an encoder was given, [texts, ...].
+        prediction: The predicted text of every row, token ids.
+        encoder_inputs: An encoder's inputs, [texts, ...].
     """
 
     config: SpeculativeConfig
@@ -51,17 +46,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class PreparedCall:
-    """What decoding is given: the arguments of a decoding loop, and what the caller asked for.
+    """The arguments of transformers' decoding loop, and the request of the caller.
 
     Attributes:
-        model: The target.
         input_ids: Prompt tokens, [rows, columns].
-        processors: The logits processors.
-        criteria: The stopping criteria.
-        generation_config: The generation config.
         model_kwargs: Further arguments of the model's forward.
         request: What the caller asked for beside transformers' own arguments.
-        is_checked: Whether the model and a cache of the caller's were checked already.
     """
 
     model: Any
@@ -71,7 +61,6 @@ class PreparedCall:
     generation_config: Any
     model_kwargs: dict[str, Any]
     request: Request
-    is_checked: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -103,7 +92,7 @@ class PreparedCall:
 
     @property
     def encoder_inputs(self) -> EncoderInputs | None:
-        """What each row's encoder was given; several rows may share one text."""
+        """The encoder's inputs of each row; several rows may share one text."""
         texts = self.request.encoder_inputs
         if texts is None:
             return None

@@ -11,7 +11,7 @@ import torch
 
 
 class ColumnStream:
-    """Turns rows that advance by different counts into plain's columns, one `put` per column.
+    """Feeds a streamer plain's columns, one `put` each, from rows that advance by different counts.
 
     A column is put as soon as every row has a token for it; a finished row contributes pads.
 
@@ -27,7 +27,7 @@ class ColumnStream:
         pad_token_id: int | None,
         spent: Callable[[float], None] = lambda seconds: None,
     ) -> None:
-        """`spent`: called with the seconds that the streamer has taken for a column."""
+        """`spent`: called with the seconds that the streamer took for a column."""
         self._streamer, self._spent = streamer, spent
         self.is_heard = streamer is not None
         self.num_begun = 0
@@ -41,14 +41,14 @@ class ColumnStream:
             self._streamer.put(input_ids.cpu())
 
     def push(self, row: int, token: int, is_last: bool = False) -> None:
-        """Take the next token of a row; `is_last` says whether it ends the text."""
+        """Take the next token of a row, which may be the `is_last` of its text."""
         if self._streamer is not None:
             self._waiting[row].append(token)
             self._finished[row] = is_last
             self._flush()
 
     def end(self) -> None:
-        """Tell the streamer that the text has ended; all rows have finished."""
+        """End the stream; all rows have finished."""
         if self._streamer is not None:
             self._streamer.end()
 
@@ -68,8 +68,7 @@ class HeldStreamer:
     """Holds what transformers puts into a streamer until our decoding takes over.
 
     `generate` puts the prompt before it calls a strategy. Our decoding puts the prompt itself, once
-    it is sure to serve the call. Where a `generate` never calls the strategy, everything that it
-    puts is passed on.
+    it is sure to serve the call. If a `generate` never calls the strategy, everything is passed on.
     """
 
     def __init__(self, streamer: Any, before_text: Callable[[], None]) -> None:
@@ -79,7 +78,7 @@ class HeldStreamer:
         self._is_open = False
 
     def put(self, value: Any) -> None:
-        """Hold the first value; a second one means that nobody takes over."""
+        """Hold the first value; a second one means that our decoding does not take over."""
         if getattr(value, "ndim", 0) == 1:  # tokens, where prompts are [rows, columns]
             self._before_text()
         self._held.append(value)

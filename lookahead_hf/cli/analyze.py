@@ -127,7 +127,7 @@ def _analyse(
 def _costs(
     stage: Stage, prompted: Prompted, curve: dict[int, float] | None
 ) -> tuple[dict[int, Costs], list[Traced]]:
-    """Costs by length of the prompt, and the texts of the calls that measured them."""
+    """Return the costs by length of the prompt, and the texts of the calls that measured them."""
     by_class: dict[int, Prompted] = {}
     for sample, inputs in sorted(prompted, key=lambda each: each[1]["input_ids"].shape[1]):
         length = length_class(inputs["input_ids"].shape[1])

@@ -73,7 +73,6 @@ def _read_prompts(arguments: Arguments) -> dict[str, list[str]]:
 
 
 def _batches(stage: Stage, prompts: dict[str, list[str]], size: int) -> Iterator[Batch]:
-    """Yield batches of prompts of one family."""
     for name, texts in prompts.items():
         for at in range(0, len(texts), size):
             chosen = texts[at : at + size]

@@ -27,8 +27,7 @@ examples:
 class Conversation:
     """The messages so far, the model's cache of them, and the drafters.
 
-    The drafters last as long as the conversation: every turn adds its text to the index of n-grams
-    and its logits to the recycled ones.
+    The drafters last as long as the conversation and learn from every turn.
     """
 
     def __init__(self, stage: Stage, is_plain: bool = False) -> None:

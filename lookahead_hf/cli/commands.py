@@ -1,4 +1,4 @@
-"""Read the command line, run the command, and turn failures into messages and exit codes."""
+"""Reads the command line, runs the command, and turns failures into messages and exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generate from prompts plainly or speculatively, and show the text live."""
+"""Generates from prompts plainly or speculatively, and shows the text live."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ Messages = Sequence[dict[str, str]]
 
 
 def user(text: str) -> list[dict[str, str]]:
-    """Return a conversation of one message."""
     return [{"role": "user", "content": text}]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A model, its tokenizer, its settings and the screen: what all texts of a command share."""
+    """A model, its tokenizer, its settings and the screen, shared by all texts of a command."""
 
     model: Any
     tokenizer: Any
     generation: dict[str, Any]  # arguments of `generate`
     screen: Screen
     drafting: dict[str, Any] = field(default_factory=dict)  # further ones of speculative calls
-    seed: int | None = None  # of every call; None goes on with the generator as it is
+    seed: int | None = None  # of every call; None keeps the generator as it is
 
     @property
     def dtype(self) -> str:
@@ -37,15 +36,10 @@ class Stage:
 
     @property
     def config(self) -> SpeculativeConfig:
-        """How to speculate."""
         return self.drafting.get("speculative") or SpeculativeConfig()
 
     def encode(self, *chats: str | Messages) -> dict[str, Any]:
-        """Encode questions or conversations as arguments of `generate`.
-
-        Returns:
-            Ids and mask, [rows, columns], and the pad token.
-        """
+        """Encode questions or conversations as arguments of `generate`: ids, mask, pad token."""
         tokenizer = self.tokenizer
         conversations = [user(chat) if isinstance(chat, str) else list(chat) for chat in chats]
         is_chat = bool(tokenizer.chat_template)

@@ -82,12 +82,11 @@ def COMMAND(arguments: Arguments, screen: Screen) -> None:
     _show_table(outcomes, screen)
     if any(outcome.is_wrong for outcome in outcomes):
         raise CommandError(
-            "A text differs from plain's without a near tie: please report this bug."
+            "A text differs from the plain one without a near tie: please report this bug."
         )
 
 
 def _show_prompts(stage: Stage, title: str, prompts: tuple[str, ...]) -> Outcome:
-    """Generate from prompts that share a call, plainly and speculatively, and compare."""
     screen = stage.screen
     inputs = stage.encode(*prompts)
     length = inputs["input_ids"].shape[1]
@@ -131,8 +130,8 @@ def _show_parting(stage: Stage, parting: Parting) -> None:
     )
     distance = "far apart" if parting.ulps is None else f"at most {parting.ulps} ulps apart"
     stage.screen.line(
-        f"In plain's own step the logits of these two tokens are {distance}. Up to {MOST_ULPS} "
-        "ulps are a near tie, which rounding can turn."
+        f"In the plain run the logits of these two tokens are {distance}. Up to {MOST_ULPS} ulps "
+        "are a near tie, which rounding can flip."
     )
 
 

@@ -38,7 +38,6 @@ def COMMAND(arguments: Arguments, screen: Screen) -> None:
 
 
 def collect() -> dict[str, dict[str, Any]]:
-    """Return the report by section."""
     from lookahead_hf.fallback import FallbackReason
 
     return {
@@ -55,7 +54,6 @@ def collect() -> dict[str, dict[str, Any]]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, of the platform and of the packages that matter."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
     for package in _PACKAGES:
         try:

@@ -60,11 +60,7 @@ def COMMAND(arguments: Arguments, screen: Screen) -> None:
 
 
 def read_prompt(given: str | None) -> str:
-    """Return the prompt of a command, from stdin if none is given.
-
-    Raises:
-        CommandError: The prompt is empty.
-    """
+    """Return the prompt of a command, from stdin if none is given; CommandError if it is empty."""
     if given is None and sys.stdin.isatty():
         print("Type the prompt; Ctrl-D on a line of its own ends it.", file=sys.stderr)
     prompt = sys.stdin.read() if given is None else given
@@ -76,11 +72,7 @@ def read_prompt(given: str | None) -> str:
 
 
 def read_schema(file: Path | None) -> str | None:
-    """Return the text of a JSON schema, None without a file.
-
-    Raises:
-        CommandError: xgrammar is not installed.
-    """
+    """Return the text of a JSON schema, None without a file; CommandError without xgrammar."""
     if file is None:
         return None
     check_installed("--json-schema", ("xgrammar",), "structured")
@@ -88,11 +80,7 @@ def read_schema(file: Path | None) -> str | None:
 
 
 def obeying(schema: str | None, tokenizer: Any) -> dict[str, Any]:
-    """Return the arguments of `generate` for texts of a schema.
-
-    Raises:
-        CommandError: The schema cannot be compiled.
-    """
+    """Return the arguments of `generate` for texts of a schema; CommandError if it is wrong."""
     if schema is None:
         return {}
     from lookahead_hf import structured

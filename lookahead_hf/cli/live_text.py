@@ -1,4 +1,4 @@
-"""Show a text while it is generated, with accepted draft tokens marked."""
+"""Shows a text while it is generated, with accepted draft tokens marked."""
 
 from __future__ import annotations
 
@@ -94,7 +94,6 @@ class LiveText:
         self._num_shown = len(self._ids)
 
     def _decoded(self, token: int) -> str:
-        """Return what a token adds to the text."""
         if self._backend is None:
             return ""
         try:

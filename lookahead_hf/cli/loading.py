@@ -1,4 +1,4 @@
-"""Load the models of a command."""
+"""Loads the models of a command."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ HUB_TIMEOUT = 5.0
 def open_model(arguments: Arguments, screen: Screen, warms_up: bool = True) -> tuple[Any, Any]:
     """Load the model that `model_options` name, and its tokenizer; enable it and warm it up.
 
-    A command that writes one text does not warm up: it drafts at once, by costs that are on disk or
-    that its steps turn out to have. CommandError if the model or the device cannot be used.
+    A command that writes one text does not warm up: it drafts at once. CommandError if the model or
+    the device cannot be used.
     """
     import torch
 
@@ -38,7 +38,6 @@ def open_model(arguments: Arguments, screen: Screen, warms_up: bool = True) -> t
 
 
 def warm_up(screen: Screen, model: Any) -> None:
-    """Warm an enabled model up."""
     import lookahead_hf
     from lookahead_hf.warmup import SECONDS
 
@@ -75,7 +74,6 @@ def load(name: str, option: str, arguments: Arguments, screen: Screen) -> tuple[
 
 
 def load_tokenizer(name: str, option: str) -> Any:
-    """Load a tokenizer alone; `option` is the option that names it."""
     from transformers import AutoTokenizer
 
     with _explained(name, option, "the tokenizer of "):
@@ -85,8 +83,7 @@ def load_tokenizer(name: str, option: str) -> Any:
 def reaches_hub(name: str) -> bool:
     """Return whether the hub can be asked for a model; if not, its cache is all there is.
 
-    transformers asks it for each file of a model again and again, for 40 seconds and more. This
-    asks once, for a name that may be one of the hub.
+    This asks once. transformers asks for each file again and again, for 40 seconds and more.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -103,11 +100,7 @@ def reaches_hub(name: str) -> bool:
 
 
 def check_name(name: str, option: str) -> None:
-    """Check that a model is on this machine or that the hub can be asked for it.
-
-    Raises:
-        CommandError: It is not, and the hub cannot be reached.
-    """
+    """Check that a model is on this machine or that the hub can be asked; CommandError if not."""
     from transformers import AutoConfig
 
     if not reaches_hub(name):

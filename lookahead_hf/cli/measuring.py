@@ -138,6 +138,5 @@ def until_end(row: list[int], end_ids: frozenset[int]) -> tuple[int, ...]:
 
 
 def end_tokens(model: Any) -> frozenset[int]:
-    """Return the token ids that end a text of this model."""
     ids = model.generation_config.eos_token_id
     return frozenset([ids] if isinstance(ids, int) else ids or ())

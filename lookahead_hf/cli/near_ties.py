@@ -1,4 +1,4 @@
-"""Find where texts part from plain's, and whether two tokens are nearly tied there."""
+"""Finds where texts part from plain generation's, and whether two tokens are nearly tied there."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 MOST_ULPS = 4
 """Rounding may move two logits this far against each other, in units of the last place.
 
-The unit is that of the larger logit, or of the median size of all logits of the step where that is
-more: the error comes from the hidden state, so that it does not shrink with a single logit. In
-bfloat16, forwards of a model in blocks of 1 to 17 tokens moved two logits of 6.4 by 0.22 against
-each other, 7 units of their own, where the other logits are near -10.
+The unit is that of the larger logit, or of the median size of the step's logits if that is more:
+the error comes from the hidden state and does not shrink with a single logit. In bfloat16, blocks
+of 1 to 17 tokens moved two logits of 6.4 by 0.22 against each other, 7 units of their own, where
+the other logits are near -10.
 """
 
 SHIFTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
@@ -41,8 +41,8 @@ class PartingPoint(NamedTuple):
 class Parting:
     """The first token of a row that differs from the plain run's.
 
-    One of the two logits must move by `ulps`, units of the last place of its dtype, before plain
-    decoding takes the other token; None: no shift that was tried is enough.
+    One of the two logits must move by `ulps`, units of the last place, before plain decoding takes
+    the other token; None: no shift that was tried is enough.
     """
 
     place: PartingPoint
@@ -50,12 +50,11 @@ class Parting:
 
     @property
     def is_near_tie(self) -> bool:
-        """Whether rounding explains the difference."""
         return self.ulps is not None and self.ulps <= MOST_ULPS
 
 
 def describe(partings: Sequence[Parting | None]) -> str:
-    """Say how many texts part from plain's, and whether all of them do so at near ties."""
+    """Say how many texts part from the plain run's, and whether all do so at near ties."""
     found = [parting for parting in partings if parting is not None]
     if not found:
         return f"identical, {len(partings)} of {len(partings)}"
@@ -77,20 +76,20 @@ def find_partings(
     """Compare texts with those of plain decoding; where they part, decode again and look closely.
 
     The logits are those of plain decoding itself: its batch, its cache, one token per step. One
-    logit after the other is then shifted, and plain's own processors and its own choice (the
+    logit after the other is then shifted, and plain decoding's own processors and choice (the
     largest score, or the draw for this seed and step) decide again.
 
     Args:
         model: An enabled model.
-        call: Arguments of plain's `generate`, inputs included.
+        call: Arguments of plain `generate`, inputs included.
         plain: New tokens of each row by plain decoding, up to and with the end token.
         others: The same of other runs of that call.
         seed: Seed of all these runs.
         dtype: What logits are rounded to; None is the type of the weights.
 
     Returns:
-        For each of `others` and each of its rows how it parts; None: it is identical. CommandError
-            if plain decoding did not write the same text again.
+        How each row of `others` parts; None: it is identical. CommandError if plain decoding did
+            not write the same text again.
     """
     places = [
         [_place(row, *pair) for row, pair in enumerate(zip(plain, rows, strict=True))]

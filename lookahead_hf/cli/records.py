@@ -1,4 +1,4 @@
-"""Read prompts and texts from files: lines of text, or JSON records."""
+"""Reads prompts and texts from files: lines of text, or JSON records."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from lookahead_hf.cli.screen import CommandError
 
 
 def read_lines(file: Path) -> list[tuple[str, str]]:
-    """Return the lines of a text that are not blank, each behind its place, for messages.
-
-    Raises:
-        CommandError: The file cannot be read.
-    """
+    """Return the lines of a file that are not blank, each with its place, or CommandError."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -24,7 +20,6 @@ def read_lines(file: Path) -> list[tuple[str, str]]:
 
 
 def is_record(file: Path, line: str) -> bool:
-    """Return whether a line of a file is a JSON record, not a plain text."""
     return file.suffix == ".jsonl" or line.lstrip().startswith("{")
 
 

@@ -51,7 +51,6 @@ class Screen:
             self._out.width = PIPE_WIDTH
 
     def line(self, text: str = "", style: str = "") -> None:
-        """Write one line of the result."""
         self.write(f"{text}\n", style)
 
     def write(self, text: str, style: str = "") -> None:
@@ -117,16 +116,11 @@ class PageScreen(Screen):
         self.has_colour = True
 
     def to_html(self) -> str:
-        """Return the page."""
         return self._out.export_html(inline_styles=True)
 
 
 class JsonScreen(Screen):
-    """Results as JSON on stdout and nothing else there, for programs.
-
-    Args:
-        indent: As in `json.dumps`; None writes JSON lines.
-    """
+    """Writes results as JSON on stdout and nothing else there; without `indent`, as JSON lines."""
 
     def __init__(self, indent: int | None = 2) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Sum up timed calls: tokens per second and per step, and the share of texts equal to plain's."""
+"""Sums up timed calls: tokens per second and per step, and the share of texts equal to the plain
+ones."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ class Line:
     ratio: float
     tokens_per_step: float
     outside_forward: float | None  # share of the time after the prefill
-    identical: float  # share of the texts that equal plain's
+    identical: float  # share of the texts that equal the plain ones
 
 
 def summarize(runs: list[Run]) -> list[Line]:
@@ -60,7 +61,7 @@ def _tokens_per_second(runs: list[Run]) -> float:
 
 
 def _tokens_per_step(runs: list[Run]) -> float:
-    """(emitted - rows) / row steps; without statistics, forwards count as steps."""
+    """Return (emitted - rows) / row steps; without statistics, forwards count as steps."""
     calls = [run.call for run in runs]
     if found := [call.stats for call in calls if call.stats is not None]:
         emitted = sum(stats.num_emitted - stats.rows for stats in found)

@@ -35,10 +35,10 @@ def configs_of(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 def registry_configs(model: nn.Module, configs: Iterable[Any]) -> list[Any]:
-    """Return those of a model's `configs` whose modules look the name up in the registry.
+    """Return the `configs` whose modules look the attention's name up in the registry.
 
-    Falcon's modules, sparse attention and some remote code compare the name with the few that they
-    know: any other name makes them choose the wrong one.
+    Falcon's modules, sparse attention and some remote code compare it with the names that they
+    know, and choose wrongly by any other.
     """
     state = state_of(model)
     if state.fixed_attention is None:
@@ -57,7 +57,7 @@ def attention_name(config: Any) -> str | None:
 
 
 def set_attention_name(config: Any, name: str | None) -> None:
-    """Set the name for this configuration alone; the property sets it for its parts, too."""
+    """Set the name for this configuration alone; the property also sets it for its parts."""
     config._attn_implementation_internal = name
 
 
@@ -73,18 +73,18 @@ def eager_attention(module: nn.Module) -> Any:
 
 
 def is_flash(function: Any) -> bool:
-    """Whether an attention function is transformers' own for flash attention of any make.
+    """Return whether an attention function is transformers' own for any flash attention.
 
-    It takes a mask of columns or none. The kernels hub's makes are registered under their own names
-    and call the same function.
+    It takes a mask of columns or none. Versions from the kernels hub are registered under names of
+    their own and call the same function.
     """
     return function is flash_attention_forward
 
 
 def under_own_name(module: nn.Module, name: str) -> nn.Module:
-    """Return a view of an attention module whose configuration has this name for its attention.
+    """Return a view of an attention module whose configuration has this name of attention.
 
-    Flash attention loads its make by the name that it finds there.
+    Flash attention chooses its implementation by that name.
     """
     view = copy.copy(module)
     view.config = copy.copy(module.config)
@@ -93,13 +93,13 @@ def under_own_name(module: nn.Module, name: str) -> nn.Module:
 
 
 def is_stock_attention(function: Any, module: nn.Module) -> bool:
-    """Whether attention is what transformers and torch make of it, and nobody has replaced it.
+    """Return whether attention is transformers' and torch's own.
 
     Args:
-        function: The registered function; None where the module's file has the function.
+        function: The registered function; None if the module's file defines it.
         module: The attention module.
     """
-    if function is None:  # other files may have any code under the name
+    if function is None:  # other files may have any code by that name
         file = eager_attention(module).__globals__["__name__"]
         return str(file).partition(".")[0] == "transformers"
     if is_flash(function):
@@ -110,7 +110,7 @@ def is_stock_attention(function: Any, module: nn.Module) -> bool:
 
 
 def has_stock_masks(name: str) -> bool:
-    """Whether the masks of an attention implementation are made by transformers."""
+    """Return whether transformers makes the masks of an attention implementation."""
     stock = (eager_mask, flash_attention_mask, sdpa_mask)
     return ALL_MASK_ATTENTION_FUNCTIONS.get(name) in stock
 
@@ -131,7 +131,7 @@ def mask_kinds(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the masks that the decoder takes as a dict, or of its single mask.
 
     Models that mix layer types read `attention_mask[layer_type]` from a dict. Models of one layer
-    type build a sliding mask if their configuration has a window, else a plain causal one.
+    type build a sliding mask if their configuration has a window, else a causal one.
     """
     config = text_config(model)
     if takes_mask_dict(model):

@@ -1,4 +1,4 @@
-"""transformers' continuous batching: its manager, and what passes through its queues."""
+"""transformers' continuous batching: its manager and the objects in its queues."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ from transformers.generation.continuous_batching.requests import (
     RequestStatus,
 )
 
+from lookahead_hf.compat.forwards import text_config
+
 IS_KNOWN = "_wake_up_loop" in ContinuousBatchingManager.__init__.__code__.co_names
-"""Whether the manager is one whose queues and threads ours can inherit; that of 5.17 is not."""
+"""Whether our manager can inherit queues and threads from it; it cannot from that of 5.17."""
 
 
 class QueueManager(ContinuousBatchingManager):
-    """transformers' manager, whose thread runs `decode` in place of transformers' own steps.
+    """transformers' manager, whose thread runs `decode` instead of transformers' steps.
 
-    Its constructor is the `fill` below: that of transformers would change the model's attention.
+    `fill` replaces its constructor, which would change the model's attention.
     """
 
     def decode(self) -> None:
-        """Decode whatever comes, until the manager is stopped."""
+        """Decode requests until the manager is stopped."""
         raise NotImplementedError
 
     def fail_waiting(self, error: Exception) -> None:
-        """Give all requests that have not begun an error."""
+        """Fail all requests that have not begun."""
         raise NotImplementedError
 
     @property
@@ -54,7 +56,7 @@ class QueueManager(ContinuousBatchingManager):
         self._wake_up_loop.clear()
 
     def end_with(self, error: Exception) -> None:
-        """End the run with an error that its requests get."""
+        """End the run and fail its requests."""
         self._handle_critical_error(error, None)
 
     def _run_generation_loop(self) -> None:
@@ -64,14 +66,23 @@ class QueueManager(ContinuousBatchingManager):
         self.fail_waiting(error)
 
 
+def bytes_per_token(model: Any) -> int:
+    """Return the bytes that K and V of a token take at most, from the configuration of a model."""
+    config = text_config(model)
+    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = kv_heads if isinstance(kv_heads, int) else heads
+    return int(2 * config.num_hidden_layers * kv_heads * dim * model.dtype.itemsize)
+
+
 UNREAD = {"cancel_queue", "continuous_batching_config", "logit_processor"}
-"""Attributes of transformers' manager that are read only by its own steps, which ours replace."""
+"""Attributes of transformers' manager that only its own steps read."""
 
 
 def fill(
     manager: QueueManager, model: Any, generation_config: Any, requests: Any, router: OutputRouter
 ) -> None:
-    """Give a manager all attributes that the methods of transformers' manager read."""
+    """Set all attributes of a manager that the methods of transformers' manager read."""
     manager.input_queue, manager.output_router = requests, router
     manager._request_counter, manager._request_lock = 0, threading.Lock()
     manager._wake_up_loop = threading.Event()

@@ -23,9 +23,9 @@ class DecoderNames:
     Attributes:
         ids: Token ids.
         mask: The attention mask.
-        positions: The positions; None if the decoder counts them itself.
-        columns: Replaces `positions` for a decoder that counts; None if it takes no such argument.
-        skips_pads: Whether `columns` does not count the prompt's pads.
+        positions: The position ids; None if the decoder derives positions itself.
+        columns: Replaces `positions` for such a decoder; None if it takes no such argument.
+        skips_pads: Whether `columns` leaves out the prompt's pads.
         cache: The cache.
     """
 
@@ -73,9 +73,9 @@ def _signature(model_class: Any) -> frozenset[str]:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Return whether a module has forward hooks, other than those that transformers leaves there.
+    """Return whether a module has forward hooks other than those that transformers leaves there.
 
-    It adds some for good when hidden states or attentions are first requested. In a forward without
+    They come with the first request for hidden states or attentions and stay. In a forward without
     such a request they do nothing.
     """
     hooks = module._forward_hooks, module._forward_pre_hooks
@@ -87,7 +87,7 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 NORM_METHOD = "_norm"
-"""The method of Gemma's norms that computes all but the weight."""
+"""The method of Gemma's norms that normalises without the weight."""
 
 
 def is_recording() -> bool:
@@ -101,7 +101,7 @@ def is_offloaded(module: nn.Module) -> bool:
 
 
 def is_stock(model: Any) -> bool:
-    """Return whether what runs the model and its decoder in `generate` is transformers' own."""
+    """Return whether transformers' own methods run the model and its decoder in `generate`."""
     kind, decoder = type(model), type(model.get_decoder())
     parts = [kind.forward, decoder.forward]
     parts += [kind.prepare_inputs_for_generation, kind._update_model_kwargs_for_generation]
@@ -114,7 +114,7 @@ def text_config(model: Any) -> Any:
 
 
 def loaded_from(model: Any) -> str:
-    """Return the folder or the name on the hub that a model was loaded from, "" for others."""
+    """Return the folder or hub name that a model was loaded from, "" if there is none."""
     return str(getattr(model.config, "_name_or_path", "") or "")
 
 
@@ -147,10 +147,9 @@ def mask_sources(model: nn.Module) -> list[str]:
 
 
 def unreadable_forward(kinds: Iterable[Any]) -> str | None:
-    """Return a class of modules whose forward handles masks and whose source is missing, if any.
+    """Return the name of a class whose forward handles masks and whose source is missing, if any.
 
-    Sources are missing for classes that were made by `exec`, and in installations without `.py`
-    files.
+    `exec` makes such classes, and so do installations without `.py` files.
     """
     return next((kind.__name__ for kind in kinds if _mask_source(kind) is None), None)
 
@@ -177,8 +176,8 @@ PROMPT_ONLY = frozenset(generation_utils.MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFI
     "aspect_ratio_ids",
     "aspect_ratio_mask",
 }
-"""Arguments that plain `generate` passes to the forward of the prompt only, and one that says which
-frames of `input_features` are sound, which no other forward reads."""
+"""Arguments that plain `generate` passes to the forward of the prompt only, and the mask of
+`input_features`, which no other forward reads."""
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "cross_attention_mask")
 """Arguments that plain `generate` extends per token: by the row's last value, the second by 0."""

@@ -18,7 +18,7 @@ from lookahead_hf.compat.forwards import (
 )
 
 MOST_GATHERED = 8
-"""Rows up to which a step of single tokens copies the weights of their experts, as plain does."""
+"""Most tokens of a step that copies the weights of their experts, as plain `generate` does."""
 
 
 def plain_generate(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -60,16 +60,10 @@ def plain_step(
 def prepared_positions(
     model: Any, name: str, input_ids: torch.Tensor, model_kwargs: dict[str, Any]
 ) -> torch.Tensor | None:
-    """Return the positions that the prompt's forward gets, None if it counts columns itself.
+    """Return the positions that the prompt's forward gets as `name`, None if it gets none.
 
-    Some models change what `generate` has prepared: PaliGemma counts from 1, and EXAONE 4.5 counts
-    the pads of the prompt too.
-
-    Args:
-        model: The model.
-        name: The argument's name.
-        input_ids: Prompt tokens, [rows, columns].
-        model_kwargs: As prepared by `generate`; the positions are among them.
+    Some models change those that `generate` has prepared: PaliGemma counts from 1, and EXAONE 4.5
+    counts the pads of the prompt, too.
     """
     prepare: Any = type(model).prepare_inputs_for_generation
     if prepare is GenerationMixin.prepare_inputs_for_generation:
@@ -81,13 +75,8 @@ def prepared_positions(
 def forwarded(model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments without those that plain `generate` accepts and passes to no forward.
 
-    A trainer's `labels` are one of them. transformers' own preparation of a forward says which; a
-    model's own may read an argument and pass on what follows from it.
-
-    Args:
-        model: The model.
-        input_ids: Prompt tokens, [rows, columns].
-        model_kwargs: As prepared by `generate`.
+    A trainer's `labels` are one of them. transformers' own preparation of a forward tells which; a
+    model's own may read an argument and pass on something derived from it.
     """
     known = decoder_names(model).prepared | PROMPT_ONLY | {*TOKEN_TYPES}
     others = model_kwargs.keys() - known - {"attention_mask", "encoder_outputs"}
@@ -101,7 +90,7 @@ def forwarded(model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any])
 def set_up_for_decoding(model: Any) -> AbstractContextManager[Any]:
     """Return the context in which `generate` runs its decoding loop, after the prompt.
 
-    It is left to `set_up_for_step` where it would change how a model's experts run.
+    If that changes how a model's experts run, `set_up_for_step` does it instead.
     """
     if _gathers_experts(model):
         return nullcontext()
@@ -109,16 +98,12 @@ def set_up_for_decoding(model: Any) -> AbstractContextManager[Any]:
 
 
 def set_up_for_step(model: Any, num_rows: int, width: int) -> AbstractContextManager[Any]:
-    """Return the context of a step's forward.
+    """Return the context of a step's forward on `num_rows` rows of `width` tokens.
 
-    On an accelerator plain copies the weights of each token's experts ("batched_mm"). That is fast
-    for a few single tokens; for a block it takes many times the memory and time of "grouped_mm".
-    Where that waits for the host, which no graph can hold, small blocks copy as much as there is.
-
-    Args:
-        model: The model.
-        num_rows: Rows of the batch.
-        width: Tokens per row.
+    On an accelerator plain `generate` copies the weights of each token's experts ("batched_mm").
+    That is fast for a few single tokens; a block takes many times the memory and time of
+    "grouped_mm". If the latter waits for the host, which no graph can hold, small blocks copy up to
+    as much as the experts weigh.
     """
     tokens = num_rows * width
     if tokens > MOST_GATHERED or not _gathers_experts(model):
@@ -136,7 +121,7 @@ def _groups_wait(model: Any) -> bool:
 
 
 def _num_copied(model: Any, num_tokens: int) -> float:
-    """Return how often so many tokens copy all experts; infinity where nobody knows."""
+    """Return how often `num_tokens` tokens copy all experts; infinity if that is unknown."""
     config = text_config(model)
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     counts = (getattr(config, name, None) for name in names)
@@ -146,7 +131,7 @@ def _num_copied(model: Any, num_tokens: int) -> float:
 
 
 def _gathers_experts(model: Any) -> bool:
-    """Return whether plain runs a model's experts otherwise in its decoding loop."""
+    """Return whether plain `generate` runs a model's experts differently in its decoding loop."""
     if model.device.type == "cpu":
         return False
     return "grouped_mm" in model.get_experts_implementation().values()
@@ -185,7 +170,7 @@ def run_loop(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def keep_unknown_settings(generation_config: Any) -> None:
-    """Let a generation config keep attributes that transformers does not know when it is loaded."""
+    """Have a generation config keep unknown attributes when it is loaded."""
     generation_config._from_model_config = False
 
 

@@ -1,4 +1,4 @@
-"""transformers' multi-token-prediction layers: loaded from a model's checkpoint, run on batches."""
+"""transformers' multi-token-prediction layers: loading them and running them on batches."""
 
 from __future__ import annotations
 
@@ -14,26 +14,22 @@ from lookahead_hf.compat.attention import additive_mask, set_attention_name
 from lookahead_hf.compat.forwards import text_config
 
 LAST_HIDDEN_STATES = {"output_hidden_states": -1}
-"""Asks a forward for its last hidden states; before transformers 5.23 it returns all layers'."""
+"""Requests a forward's last hidden states; before transformers 5.23 it returns all layers'."""
 
 _SERVED = {"full_attention", "sliding_attention"}
 
 
 def last_hidden_states(outputs: Any) -> torch.Tensor | None:
-    """Return the last hidden states of a forward, [rows, width, hidden], None if it shows none."""
+    """Return the last hidden states of a forward, [rows, width, hidden], or None."""
     states = getattr(outputs, "hidden_states", None)
     return states[-1] if states else None
 
 
 def load_mtp(model: Any) -> Any:
-    """Load the multi-token-prediction layers that belong to a model from its checkpoint.
+    """Load the multi-token-prediction layers of a model from its checkpoint.
 
-    Returns:
-        An `MtpModel` that serves batches; it shares the model's embeddings and output layer.
-
-    Raises:
-        ValueError: This version of transformers or the model has no such layers, they cannot be
-            loaded, or they are of a kind that is not served.
+    Returns an `MtpModel` that serves batches and shares the model's embeddings and output layer.
+    ValueError if there are none that this version of transformers can load and this package serves.
     """
     kind: Any = getattr(modeling_layers, "MtpModel", None)
     if not hasattr(kind, "forward_layer"):
@@ -64,12 +60,8 @@ def load_mtp(model: Any) -> Any:
 def serving_batches(heads: Any, attention: str) -> Any:
     """Let an `MtpModel` run on ragged batches, with the caches of `mtp_cache`; return it.
 
-    Args:
-        heads: The `MtpModel`, whose own masks are those of a single text.
-        attention: An attention implementation that takes a mask of numbers.
-
-    Raises:
-        ValueError: A layer is not of full or sliding attention.
+    `attention` is an implementation that takes an additive mask. ValueError if a layer is of
+    neither full nor sliding attention.
     """
     kinds = getattr(heads.config, "layer_types", None) or ["full_attention"] * len(heads.layers)
     if unknown := sorted(set(kinds) - _SERVED):
@@ -87,8 +79,8 @@ def serving_batches(heads: Any, attention: str) -> Any:
 def mtp_cache(num_rows: int, device: torch.device) -> Any:
     """Return an empty cache for `serving_batches`.
 
-    Its attribute `columns` says which of a row's hidden states each column of K and V stands for,
-    counted from the start of the text, -1 for none, [rows, columns].
+    Its attribute `columns`, [rows, columns], says which of a row's hidden states each column of K
+    and V stands for, counted from the start of the text, -1 for none.
     """
     cache = cache_utils.MtpCache()
     cache.columns = torch.zeros(num_rows, 0, dtype=torch.int64, device=device)

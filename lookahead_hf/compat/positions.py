@@ -12,7 +12,7 @@ from torch import nn
 from lookahead_hf.compat.forwards import decoder_names, mask_sources, text_config
 
 ROPE_NOTE = "rope_deltas"
-"""Where `generate` notes, for later calls on a cache, how positions differ from columns."""
+"""Attribute in which `generate` keeps, for later calls, how positions differ from columns."""
 
 
 def counts_positions(model: Any) -> bool:
@@ -27,17 +27,14 @@ def positions_by_mask(mask: torch.Tensor) -> torch.Tensor:
 
 
 def text_positions(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
-    """Return the position ids that `generate` gives to texts without padding.
+    """Return the position ids that `generate` gives to texts without padding, [..., rows, columns].
 
-    Models whose positions have a height and a width put them before the rows. They also note how
-    far the positions of a conversation's pictures are from its columns; the note stays as it was.
+    Positions with a height and a width have these dimensions before the rows. `ROPE_NOTE` stays as
+    it was.
 
     Args:
         model: The model.
         input_ids: The texts, [rows, columns].
-
-    Returns:
-        Their position ids, [..., rows, columns].
     """
     notes = [vars(module) for module in model.modules() if ROPE_NOTE in vars(module)]
     before = [note[ROPE_NOTE] for note in notes]
@@ -56,7 +53,7 @@ def counted_tables(model: Any) -> list[nn.Module]:
 
 
 def _decoder(model: Any) -> Any:
-    """Return the decoder alone; Florence-2 answers with its encoder and decoder of texts."""
+    """Return the decoder alone; Florence-2 returns its encoder and decoder of texts."""
     found = model.get_decoder()
     return getattr(found, "decoder", found) if model.config.is_encoder_decoder else found
 
@@ -87,33 +84,25 @@ def counts_by_mask(model: Any) -> bool:
     return any("cumsum(" in source for source in mask_sources(model))
 
 
-def relative_biases(model: Any) -> list[Any]:
-    """Return the attentions of a decoder that add a bias by the distance of two tokens."""
-    modules = _decoder(model).modules()
-    return [m for m in modules if getattr(m, "has_relative_attention_bias", False)]
+def decoder_modules(model: Any) -> list[Any]:
+    """Return all modules of the decoder alone."""
+    return list(_decoder(model).modules())
 
 
-def windowed_by_slot(model: Any) -> list[Any]:
-    """Return the attentions that cut their window out of a causal matrix, the buffer `bias`."""
-    return [module for module in model.modules() if is_windowed_by_slot(module)]
+def has_relative_bias(module: nn.Module) -> bool:
+    """Return whether an attention adds a bias by the distance of two tokens."""
+    return bool(getattr(module, "has_relative_attention_bias", False))
 
 
 def is_windowed_by_slot(module: nn.Module) -> bool:
-    """Return whether a module is such an attention."""
+    """Return whether an attention cuts its window out of a causal matrix, the buffer `bias`."""
     return "bias" in module._buffers and getattr(module, "attention_type", None) == "local"
 
 
-ALIBI_BUILDERS = ("build_alibi_tensor", "build_mpt_alibi_tensor")
-
-
-def alibi_builders(model: Any) -> list[tuple[Any, str]]:
-    """Return the modules that bias attention by distance, and the methods that make the bias.
-
-    Bloom's makes it of a mask, by the number of attended tokens before each one, for every row and
-    head. MPT's makes it for its longest text, ending in 0, and cuts it to the length of the cache.
-    """
-    modules = model.get_decoder().modules()
-    return [(m, name) for m in modules for name in ALIBI_BUILDERS if hasattr(m, name)]
+BLOOM_ALIBI, MPT_ALIBI = "build_alibi_tensor", "build_mpt_alibi_tensor"
+"""Methods that make a bias by distance. Bloom's makes it from a mask, by the number of attended
+tokens before each one, for every row and head. MPT's makes it for its longest text, ending in 0; it
+is sliced to the length of the cache."""
 
 
 def position_table(model: Any) -> int | None:
@@ -128,7 +117,7 @@ def position_table(model: Any) -> int | None:
 
 
 def rope_limits(model: nn.Module) -> dict[str, int]:
-    """Return the rope types whose frequencies change with length, and from which length on."""
+    """Return the rope types whose frequencies change with length, and the length from which on."""
     config = text_config(model)
     given = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [each for each in given.values() if isinstance(each, dict)]

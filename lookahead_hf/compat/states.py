@@ -13,7 +13,6 @@ from torch import nn
 from transformers import cache_utils
 
 from lookahead_hf.compat.caches import EmptyLayer
-from lookahead_hf.compat.forwards import is_offloaded
 
 _HYBRIDS = (
     "LinearAttentionAndFullAttentionLayer",
@@ -26,7 +25,7 @@ StateLayer: Any = getattr(cache_utils, "LinearAttentionLayer", EmptyLayer)
 """Type of a layer of a cache that holds a state and no K and V."""
 
 STATE_ATTENTION = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
-"""What the attention of layer types with K, V and a state is."""
+"""The attention of layer types with K, V and a state."""
 
 WITHOUT_ATTENTION = frozenset({"conv", "linear_attention", "mlp", "moe"})
 """Layer types without attention."""
@@ -51,7 +50,7 @@ def _uses_state(module_class: Any) -> bool:
 
 
 def states_of(mixer: Any, cache: Any) -> list[tuple[dict[int, torch.Tensor], int]]:
-    """Return where a mixer's states are: dicts of tensors [rows, ...], each with its key."""
+    """Return the places of a mixer's states: dicts of tensors [rows, ...], each with its key."""
     layer = cache.layers[mixer.layer_idx]
     held = [(kept, key) for kept in (layer.conv_states, layer.recurrent_states) for key in kept]
     return [(kept, key) for kept, key in held if kept[key] is not None]
@@ -62,12 +61,10 @@ def without_padding(mixer: Any) -> Callable[..., Any]:
 
     In torch, transformers computes the delta rule and Mamba 2 in chunks, and pads a block to a
     whole chunk of 64 or 256 tokens. At 17 tokens of Qwen3.5-0.8B chunks of 17 take 1 ms instead of
-    13. The forward is the module's own where it has no such function, runs on another device, or
-    was replaced.
+    13. A mixer without such a function, or on another device, keeps its own forward.
     """
     own: Callable[..., Any] = mixer.forward
-    is_stock = not any("forward" in vars(m) or is_offloaded(m) for m in mixer.modules())
-    if not is_stock or any(parameter.device.type != "cpu" for parameter in mixer.parameters()):
+    if any(parameter.device.type != "cpu" for parameter in mixer.parameters()):
         return own
     function = inspect.unwrap(type(mixer).forward)
     found = {name: function.__globals__.get(name) for name in function.__code__.co_names}
@@ -104,6 +101,6 @@ def _short(function: Any) -> Callable[..., Any]:
 
 
 def with_states(masks: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor | None]:
-    """Add to a block's masks what layers with a state look for: padding is in no block."""
+    """Add the masks that layers with a state look up; blocks hold no padding."""
     names = {name: masks.get(kind) for name, kind in STATE_ATTENTION.items()}
     return {**masks, **names, **dict.fromkeys(WITHOUT_ATTENTION)}

@@ -52,7 +52,7 @@ def tensors_of(module: nn.Module) -> list[torch.Tensor]:
 
 
 def buffer(module: nn.Module, name: str) -> Any:
-    """Return a buffer by its name, whatever else the module has by that name."""
+    """Return a buffer by its name, even if an attribute hides it."""
     return module._buffers[name]
 
 
@@ -84,7 +84,7 @@ def wrapper_tensor(
 
 
 def map_only(kind: type[Any], function: Callable[[Any], Any], values: Any) -> Any:
-    """Return nested values, of which those of a type are replaced by what a function returns."""
+    """Return nested values with a function applied to those of one type."""
     return tree_map_only(kind, function, values)
 
 
@@ -104,7 +104,7 @@ module leave it out, so that a model can be copied and saved in the middle of a 
 
 
 def own_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call a module with its hooks, whatever stands in place of its call."""
+    """Call a module with its hooks, whatever replaces its call."""
     return module._call_impl(*args, **kwargs)
 
 
@@ -123,13 +123,18 @@ def children_of(module: nn.Module) -> dict[str, Any]:
     return module._modules
 
 
+def set_children(module: nn.Module, children: dict[str, Any]) -> None:
+    """Give a copy of a module a dictionary of modules of its own."""
+    module._modules = children
+
+
 def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
     """Return the dictionaries of a module's hooks after and before its forward."""
     return [module._forward_hooks, module._forward_pre_hooks]
 
 
 def hook_numbers(model: nn.Module) -> frozenset[int]:
-    """Return the numbers of the hooks that a forward runs; no two hooks of a process share one."""
+    """Return the ids of the hooks that a forward runs, unique within the process."""
     held = (each for module in model.modules() for each in hooks_of(module))
     return frozenset(number for each in (*held, *global_hooks()) for number in each)
 

@@ -1,7 +1,7 @@
-"""A compiled queue of nodes, likeliest first, equal ones in the order of their numbers.
+"""A compiled priority queue of nodes: likeliest first, ties by number.
 
-The heap is upside down at the end of an array (element `i` is at `top - i`), so that its owner can
-fill the same array from the beginning with popped nodes.
+It is stored backwards from the end of an array (element `i` at `top - i`), whose front its owner
+fills with the nodes that leave.
 """
 
 # mypy: disable-error-code="no-untyped-def"

@@ -21,25 +21,20 @@ def merge_trees(
 ):  # fmt: skip
     """Unite the sources' trees by prefix and keep each row's `max_nodes` likeliest nodes.
 
-    A node that several sources propose is wrong only where all of them are:
-    `p = 1 - prod(1 - rate)`. Siblings exclude each other: where their sum exceeds 1 they share it.
-    Nodes come out likeliest first, hence parents first; equal ones in the order of the proposals.
-    Token ids outside the vocabulary are left out, with all nodes below.
+    A node that several sources propose is wrong only if all of them are: `p = 1 - prod(1 - rate)`.
+    Siblings exclude each other, so chances that sum to more than 1 are scaled to 1. Nodes come out
+    likeliest first, so parents come first; ties keep the order of the proposals. Token ids outside
+    the vocabulary are left out with all nodes below them.
 
     Args:
-        row_offsets: Where each source's rows lie, [sources, rows + 1] int64.
-        token_ids: Tokens of all sources' nodes, [nodes] int64.
-        parents: Their parents, within the source's row, [nodes] int32.
-        entry_offsets: Where the buckets of each node lie, [nodes + 1] int64.
-        buckets: Buckets, within the source, [entries] int32.
-        rates: Acceptance rates, source after source, [buckets] float32.
-        bucket_starts: First rate of each source, [sources + 1] int64.
+        row_offsets: Offsets of each source's rows, [sources, rows + 1] int64.
+        token_ids, parents: All sources' nodes, [nodes]; parents count within the source's row.
+        entry_offsets, buckets: The buckets of each node, [nodes + 1] int64 and [entries] int32.
+        rates, bucket_starts: Acceptance rates, [buckets] float32; each source's first one.
         max_depth: Deepest node of each row, [rows] int64.
-        vocab_size: Token ids are below it.
-        max_nodes: Most nodes that a row keeps.
 
     Returns:
-        The fields of a `DraftTree` and of its evidence, and the node that proposed each first.
+        The fields of a `DraftTree` and of its evidence, and the first proposal of each node.
     """
     num_rows = row_offsets.shape[1] - 1
     capacity = min(len(token_ids), num_rows * max_nodes)
@@ -98,7 +93,7 @@ def _table_size(num_nodes):
 
 @jit
 def _copy_entries(entry, entries, end, out_entries):
-    """Write a node's list of entries from `end` on; returns where it ends."""
+    """Write a node's list of entries from `end` on; return its new end."""
     while entry >= 0:
         out_entries[0, end] = entries[ENTRY_SOURCE, entry]
         out_entries[1, end] = entries[ENTRY_BUCKET, entry]
@@ -109,7 +104,7 @@ def _copy_entries(entry, entries, end, out_entries):
 
 @jit
 def _largest_row(row_offsets, entry_offsets):
-    """Most nodes and most entries that one row has over all sources."""
+    """Return the most nodes and the most entries that one row has over all sources."""
     most_nodes, most_entries = 1, 1
     for row in range(row_offsets.shape[1] - 1):
         nodes, entries = 0, 0
@@ -126,7 +121,7 @@ def _unite(
     row, row_offsets, token_ids, parents, entry_offsets, buckets, max_depth, vocab_size, table,
     nodes, entries, united, origin, tokens,
 ):  # fmt: skip
-    """Prefix union of one row through a hash table of (parent, token); returns the node count."""
+    """Unite one row by prefix through a hash table of (parent, token); return the node count."""
     count, num_entries = 0, 0
     mask = len(table) - 1
     table[:] = -1
@@ -167,7 +162,7 @@ def _unite(
 
 @jit
 def _add_entry(node, source, bucket, nodes, entries, num_entries):
-    """Append (source, bucket) to a node's list unless it stands there; returns the entry count."""
+    """Append (source, bucket) to a node's list unless it is there; return the number of entries."""
     entry = nodes[FIRST_ENTRY, node]
     while entry >= 0:
         if entries[ENTRY_SOURCE, entry] == source and entries[ENTRY_BUCKET, entry] == bucket:
@@ -186,7 +181,7 @@ def _add_entry(node, source, bucket, nodes, entries, num_entries):
 
 @jit
 def _reach(count, nodes, entries, rates, bucket_starts, reach, total):
-    """Fill `reach`; `total` holds the siblings' sums, the root's in its last place."""
+    """Fill `reach` with path probabilities; `total` holds the siblings' sums, the root's last."""
     root = len(total) - 1
     total[:count] = 0.0
     total[root] = 0.0
@@ -208,7 +203,7 @@ def _reach(count, nodes, entries, rates, bucket_starts, reach, total):
 
 @jit
 def _take_likeliest(count, nodes, reach, heap, max_nodes):
-    """Leave the best nodes in `heap[:kept]`, likeliest first, and each one's index in PLACE."""
+    """Put the best nodes into `heap[:kept]`, likeliest first, and their indices into PLACE."""
     roots = _link_children(nodes[PARENT, :count], nodes[FIRST_CHILD], nodes[NEXT_SIBLING])
     top = len(heap) - 1
     size = _push_siblings(heap, top, 0, roots, nodes, reach)
@@ -225,7 +220,7 @@ def _take_likeliest(count, nodes, reach, heap, max_nodes):
 
 @jit
 def _link_children(parents, first_child, next_sibling):
-    """Fill the lists of children in the order of the nodes; returns the root's first child."""
+    """Fill the lists of children in the order of the nodes; return the root's first child."""
     roots = -1
     first_child[: len(parents)] = -1
     for node in range(len(parents) - 1, -1, -1):

@@ -22,15 +22,14 @@ if TYPE_CHECKING:
 class Drafter(ABC):
     """Proposes the next tokens of every live row; the target decides which of them are right.
 
-    A drafter of your own overrides `propose`, and the other methods if it has something to
-    remember. One object serves one call at a time. An exception in any method costs the call its
-    speed, never its text. The arguments are copies that a method may write into, except the logits
-    of `observe`, which are too large to copy and which nobody reads afterwards.
+    A drafter of your own overrides `propose`, and the other methods if it remembers anything. One
+    object serves one call at a time. An exception in any method costs the call its speed, never its
+    text. Methods may write into their arguments, which are copies, except the logits of `observe`.
 
     Attributes:
-        name: What statistics call it.
-        rates: Learned acceptance rate of each bucket, [num_buckets] float32; kept up to date from
-            outside.
+        name: Its name in statistics.
+        rates: Learned acceptance rate of each bucket, [num_buckets] float32; the library updates
+            it.
     """
 
     name: ClassVar[str] = "custom"
@@ -46,7 +45,7 @@ class Drafter(ABC):
         return np.full(self.num_buckets, 0.3, np.float32)
 
     def begin(self, rows: Rows) -> None:  # noqa: B027 (an optional hook)
-        """A call begins: `rows` holds the prompts and the first token that each row emitted."""
+        """Start a call; `rows` holds the prompts and the first token that each row emitted."""
 
     @abstractmethod
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
@@ -63,7 +62,7 @@ class Drafter(ABC):
     def observe(  # noqa: B027 (an optional hook)
         self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor
     ) -> None:
-        """A step was decided; `rows` holds the emitted tokens already.
+        """Learn from a step; `rows` holds the emitted tokens already.
 
         Args:
             rows: The texts so far.
@@ -74,32 +73,30 @@ class Drafter(ABC):
         """
 
     def begin_row(self, rows: Rows, row: int) -> None:
-        """Another text has taken a row; by default everything begins anew, at the present texts.
+        """Start a new text in a row, which holds its prompt and first token.
 
-        Args:
-            rows: The texts so far.
-            row: The row, which holds a prompt and the first token after it.
+        By default, all rows begin again.
         """
         self.begin(rows)
 
     def end_row(self, rows: Rows, row: int) -> None:  # noqa: B027 (an optional hook)
-        """The text of a row has ended, and another one may take the row."""
+        """End the text of a row, which another text may take over."""
 
     def end(self, rows: Rows) -> None:  # noqa: B027 (an optional hook)
-        """The call is over, also if it ended with an exception."""
+        """End the call, also after an exception."""
 
 
 class BuiltInDrafter(Drafter):
     """A drafter of this package, which may read a step's logits while the device still works.
 
     Attributes:
-        sees_all: Whether it must observe steps before and in which it is not asked, too.
+        sees_all: Whether it must observe every step, also those in which it is not asked.
         widens: Whether further nodes cost it little, so that it proposes more than can be verified
             if another source sorts out what is wrong.
         is_listed: Whether statistics show it.
-        hidden_states: The target's last hidden states if it `reads_hidden_states`: of the prompt at
-            `begin` (None if drafting begins later), of the step at `observe`, [rows, width,
-            hidden].
+        hidden_states: The target's last hidden states if it `reads_hidden_states`, [rows, width,
+            hidden]: of the prompt at `begin` (None if drafting begins later), of the step at
+            `observe`.
     """
 
     sees_all: ClassVar[bool] = True
@@ -108,54 +105,24 @@ class BuiltInDrafter(Drafter):
     reads_hidden_states: ClassVar[bool] = False
     hidden_states: torch.Tensor | None = None
 
-    @property
-    def kept_as(self) -> str:
-        """The key of its learned rates between calls, together with the name: the class."""
-        return class_path(self)
-
-    @property
-    def refines(self) -> bool:
-        """Whether it has a `refine` that is to see the draft of all sources."""
-        return False
-
-    def refine(
-        self, rows: Rows, tree: DraftTree, source: int, max_nodes: int, max_depth: np.ndarray
-    ) -> DraftTree:
-        """Return the merged draft of all sources changed, with scores and evidence.
-
-        `source` is this source's number in the evidence. A row keeps at most `max_nodes` nodes,
-        none of them deeper than `max_depth`, [rows].
-        """
-        return tree
-
     def prepare(self, logits: torch.Tensor) -> None:  # noqa: B027 (an optional hook)
-        """A step was launched and its verdict is not known: work on the device can start here.
-
-        Args:
-            logits: The logits that `observe` gets later.
-        """
+        """Begin to read the logits of a launched step, whose verdict is not known yet."""
 
     def bring(self, copy: HostCopy) -> None:  # noqa: B027 (an optional hook)
-        """Add what `observe` needs on the host to the copy that brings the step's verdict.
-
-        It is called after `prepare` if the device verifies the steps.
-        """
+        """Add what `observe` needs on the host to the copy of the verdict, if a device verifies."""
 
 
 class Guard:
-    """A part of drafting that is left out for the rest of the call once it has raised.
+    """Runs functions of one part of drafting, which is left out of the call once one raises.
 
-    Attributes:
-        works: Whether it has not raised so far.
-        seconds: Time that its functions took.
+    `works` says whether none has raised so far, `seconds` how long they took.
     """
 
     def __init__(self, warn: Callable[[Exception], None]) -> None:
-        """Pass the first exception to `warn`."""
         self._warn, self.works, self.seconds = warn, True, 0.0
 
     def run(self, function: Callable[..., Any], *arguments: Any, always: bool = False) -> Any:
-        """Call a function of the part; return None if it raises or the part is left out."""
+        """Call a function; return None if it raises or the part is left out."""
         if not (self.works or always):
             return None
         start = perf_counter()
@@ -170,16 +137,14 @@ class Guard:
         return None
 
 
-def warn_of_failure(name: str, error: Exception) -> None:
-    """Warn that a drafter is left out of a call, since it raised an error."""
+def warn_of_failure(name: str, error: Exception, part: str = "this call") -> None:
+    """Warn that a drafter is left out of a call or a part of it, since it raised an error."""
     warnings.warn(
-        f"the drafter {name!r} failed and is left out of this call: "
-        f"{type(error).__name__}: {error}",
+        f"the drafter {name!r} failed and is left out of {part}: {type(error).__name__}: {error}",
         RuntimeWarning,
         stacklevel=3,
     )
 
 
 def class_path(drafter: object) -> str:
-    """Return the module and the name of an object's class."""
     return f"{type(drafter).__module__}.{type(drafter).__qualname__}"

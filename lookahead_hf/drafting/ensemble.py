@@ -1,4 +1,4 @@
-"""Several sources that draft together as one drafter."""
+"""A drafter that merges the drafts of several sources."""
 
 from __future__ import annotations
 
@@ -24,18 +24,17 @@ if TYPE_CHECKING:
 
 
 WIDER, WIDE = 4, 64
-"""How many times as many nodes are merged where a source sorts out what is wrong, and how many at
-most: a grammar forbids two of three nodes."""
+"""Factor and limit of the merged nodes if a source prunes them: a grammar forbids two of three."""
 
 
 class Ensemble(Drafter):
     """Merges the trees of its sources by learned acceptance rates.
 
-    A source that raises is left out for the rest of the call, with one warning; the others go on. A
-    source that neither this step asks nor the next one observes a step only with `sees_all`.
+    A source that raises is left out for the rest of the call, with one warning. A source without
+    `sees_all` observes only the steps that ask it and those before.
 
     Attributes:
-        backoff: The decision which sources a step asks, by default all.
+        backoff: Decides which sources a step asks.
         counts: The fields of `SourceStats` for each row and source, [rows, 3, sources] int64.
     """
 
@@ -51,10 +50,10 @@ class Ensemble(Drafter):
         max_new_tokens: int | np.ndarray = 2**31,
         may_rest: bool = False,
     ) -> None:
-        """Give each source its rates of the calibration, which has them in this order.
+        """Give each source its rates in the calibration, which lists the sources in this order.
 
-        Token ids from `vocab_size` on are never drafted, nor nodes beyond `max_new_tokens`, the
-        length of all texts or of each, [rows], which may change later.
+        Tokens from `vocab_size` on and nodes beyond `max_new_tokens`, a number or [rows], are
+        dropped.
         """
         self._sources = list(sources)
         for index, source in enumerate(sources):
@@ -70,7 +69,7 @@ class Ensemble(Drafter):
         self._exclusive = [0] * len(self._sources)  # of the latest step
 
     def source_stats(self, row: int | None = None) -> dict[str, SourceStats]:
-        """Return what each source contributed so far, to one row or to all, by name."""
+        """Return what each source contributed to one row or to all rows, by name."""
         counts = self.counts.sum(0) if row is None else self.counts[row]
         columns = zip(self._names, self._sources, counts.T.tolist(), strict=True)
         return {
@@ -79,8 +78,8 @@ class Ensemble(Drafter):
             if getattr(source, "is_listed", True)
         }
 
-    def settle(self, num_tokens: int = 0, step_seconds: float | None = None) -> None:
-        """Weigh the time of each source against its tokens; see `SourceBackoff.observe`."""
+    def weigh_sources(self, num_tokens: int = 0, step_seconds: float | None = None) -> None:
+        """Weigh each source's time against its tokens; see `SourceBackoff.observe`."""
         if step_seconds is not None:
             seconds = [guard.seconds for guard in self._guards]
             self.backoff.observe(seconds, self._exclusive, num_tokens, step_seconds)
@@ -90,9 +89,9 @@ class Ensemble(Drafter):
 
     def begin(self, rows: Rows, hidden_states: torch.Tensor | None = None) -> None:
         for guard, source in zip(self._guards, self._sources, strict=True):
-            _show(source, hidden_states)
+            _pass_states(source, hidden_states)
             guard.run(methodcaller("begin", rows), source)
-        self.settle()
+        self.weigh_sources()
 
     def begin_row(self, rows: Rows, row: int) -> None:
         for guard, source in zip(self._guards, self._sources, strict=True):
@@ -124,7 +123,7 @@ class Ensemble(Drafter):
         return zip(self._guards, self._sources, self.backoff.asked, strict=True)
 
     def _refining(self) -> int | None:
-        """Return the source that changes the draft of all others in this step."""
+        """Return the source that refines the draft of all others in this step."""
         found = (
             index
             for index, (guard, source, asked) in enumerate(self._asked())
@@ -138,9 +137,9 @@ class Ensemble(Drafter):
         copy: HostCopy | None = None,
         hidden_states: torch.Tensor | None = None,
     ) -> None:
-        """Let the sources begin to read a step's outputs; see `BuiltInDrafter`."""
-        for guard, source in self._seeing():
-            _show(source, hidden_states)
+        """Let the sources begin to read a step's outputs."""
+        for guard, source in self._observers():
+            _pass_states(source, hidden_states)
             if isinstance(source, BuiltInDrafter):
                 guard.run(methodcaller("prepare", logits), source)
                 if copy is not None:
@@ -161,11 +160,11 @@ class Ensemble(Drafter):
                 draft.row_offsets, draft.evidence.offsets, draft.evidence.source,
                 of_text.path_offsets, of_text.path, self.counts,
             ).tolist()  # fmt: skip
-        for guard, source in self._seeing():
+        for guard, source in self._observers():
             guard.run(methodcaller("observe", rows, draft, verdict, logits), source)
 
     def count_chains(self, draft: DraftTree, verdict: Verdict) -> None:
-        """Count a draft that is a chain from one source in each row, without numba."""
+        """Count a draft of one source's chain per row, without numba."""
         assert draft.evidence is not None
         starts = draft.evidence.offsets[draft.row_offsets]
         drafted, accepted = np.diff(starts), verdict.of_text.num_accepted
@@ -177,8 +176,8 @@ class Ensemble(Drafter):
         for guard, source in zip(self._guards, self._sources, strict=True):
             guard.run(methodcaller("end", rows), source, always=True)
 
-    def _seeing(self) -> list[tuple[Guard, Drafter]]:
-        """Return the sources that have to observe this step, with their guards."""
+    def _observers(self) -> list[tuple[Guard, Drafter]]:
+        """Return the sources that observe this step, with their guards."""
         return [
             (guard, source)
             for (guard, source, now), soon in zip(
@@ -188,13 +187,13 @@ class Ensemble(Drafter):
         ]
 
     def _max_depth(self, rows: Rows) -> np.ndarray:
-        """Return the greatest useful depth per row, below a bonus token; 0 for finished rows."""
+        """Return the deepest useful node of each row, [rows]: the last token is always a bonus
+        token."""
         depth: np.ndarray = self._max_new_tokens - 1 - rows.num_emitted
         depth[rows.finished] = 0
         return depth
 
 
-def _show(source: Drafter, hidden_states: torch.Tensor | None) -> None:
-    """Give a source the hidden states that it reads; see `BuiltInDrafter`."""
+def _pass_states(source: Drafter, hidden_states: torch.Tensor | None) -> None:
     if isinstance(source, BuiltInDrafter) and source.reads_hidden_states:
         source.hidden_states = hidden_states

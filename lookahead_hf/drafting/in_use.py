@@ -1,4 +1,4 @@
-"""Drafter objects that draft for a call at this moment; each serves one call at a time."""
+"""Keeps a drafter object from serving two calls at once, in two threads or one inside the other."""
 
 from __future__ import annotations
 
@@ -14,18 +14,12 @@ from lookahead_hf.drafting.user_drafter import Adapted
 _lock = threading.Lock()
 
 _users: WeakValueDictionary[int, Any] = WeakValueDictionary()
-"""The session that uses an object, by the id of that, which the session keeps alive.
-
-No object is asked whether it equals another: that is its author's code, and the lock is held.
-"""
+"""The session that uses an object, by the object's id. Objects are never compared: `__eq__` is
+their author's code, and the lock is held."""
 
 
 def take(session: Any, sources: Sequence[Drafter]) -> list[Drafter]:
-    """Reserve the sources for a session, and warn of those that another session uses.
-
-    Two calls may name one object at the same time, in two threads or as a call inside a processor
-    of another. But its state is that of one call.
-    """
+    """Reserve the sources for a session; warn of those that another session uses."""
     with _lock:
         free = [source for source in sources if _key(source) not in _users]
         _users.update((_key(source), session) for source in free)
@@ -43,12 +37,11 @@ def take(session: Any, sources: Sequence[Drafter]) -> list[Drafter]:
 
 
 def release(sources: Sequence[Drafter]) -> None:
-    """Let other sessions use the sources."""
     with _lock:
         for source in sources:
             _users.pop(_key(source), None)
 
 
 def _key(source: Drafter) -> int:
-    """Return the id of a source, or of the caller's object that it adapts to one call."""
+    """Return the id of the source, or of the caller's object that it wraps."""
     return id(source.adapted if isinstance(source, Adapted) else source)

@@ -16,10 +16,7 @@ import transformers
 
 from lookahead_hf import compat
 from lookahead_hf.drafting.control.cost_model import KeptCurve
-from lookahead_hf.places import cache_root, replacing
-
-MOST_FILES = 64
-"""Most models whose costs are kept; beyond that the file that was written longest ago goes."""
+from lookahead_hf.utils.files import cache_root, replacing
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +24,8 @@ logger = logging.getLogger(__name__)
 def file_of(model: Any) -> Path | None:
     """Return the file for a model, None for one that was not loaded from a folder or the hub.
 
-    The name stands for all that changes what a step costs or how it is run: the model and its
-    configuration, the type of its weights, the device, torch's threads, and the versions.
+    Its name is a hash of all that changes the cost of a step: the model and its configuration, its
+    dtype, the device, torch's threads, and the versions.
     """
     config = model.config
     name = compat.loaded_from(model)
@@ -48,29 +45,29 @@ def file_of(model: Any) -> Path | None:
 
 
 def read(file: Path | None) -> list[KeptCurve]:
-    """Return the curves that a file holds; none if it is missing or damaged."""
+    """Return the curves in a file; none if it is missing or damaged."""
+    if file is None:
+        return []
     try:
-        return [] if file is None else [KeptCurve.from_json(each) for each in _content(file)]
+        return [KeptCurve.from_json(each) for each in json.loads(file.read_text())]
+    except FileNotFoundError:
+        return []
     except (OSError, ValueError, TypeError, KeyError) as error:
         logger.info("costs in %s are not read: %r", file, error)
         return []
 
 
-def _content(file: Path) -> list[Any]:
-    return list(json.loads(file.read_text())) if file.exists() else []
+def write(file: Path, curves: Sequence[KeptCurve], most_files: int = 64) -> None:
+    """Replace a file by one with these curves, atomically; log errors of the file system.
 
-
-def write(file: Path, curves: Sequence[KeptCurve]) -> None:
-    """Replace a file by one with these curves; a folder that cannot be written to stays as it is.
-
-    Processes may write at the same time: each reader finds a whole file.
+    Files of `most_files` models are kept; the one written longest ago goes first.
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file) as opened:
-            opened.write(json.dumps([curve.to_json() for curve in curves]).encode())
+            opened.write(json.dumps(curves).encode())
         kept = sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)
-        for oldest in kept[:-MOST_FILES]:
+        for oldest in kept[:-most_files]:
             oldest.unlink(missing_ok=True)
     except OSError as error:
         logger.info("costs are not kept in %s: %r", file, error)

@@ -1,4 +1,4 @@
-"""Makes the drafters of a call, from names and from objects of the user."""
+"""Builds the drafters of a call from names and from the user's objects."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from lookahead_hf.drafting.tree import head
 from lookahead_hf.drafting.user_drafter import Adapted
 from lookahead_hf.ngram_pool.compilation import register
 from lookahead_hf.rows import Rows
-from lookahead_hf.spelling import known_names
+from lookahead_hf.utils.spelling import known_names
 
 if TYPE_CHECKING:
     from lookahead_hf.call.prepared import Request
+    from lookahead_hf.drafting.sources.assistant.drafter import TargetCall
     from lookahead_hf.logits.grammars.protocol import Grammar
     from lookahead_hf.rows import EncoderInputs
 
@@ -38,7 +39,7 @@ CLASSES = {
     "prediction": "PredictionDrafter",
     "recycling": "RecyclingDrafter",
 }
-"""The public class of each drafter that a configuration names."""
+"""The public class of each name."""
 
 
 def build(
@@ -53,20 +54,13 @@ def build(
 ) -> list[Drafter]:
     """Make the drafters of one call.
 
-    Predictions, an assistant, a pool and `use_mtp` add the drafters of their names to those that
-    the configuration names, and so does a grammar. Without predictions, "prediction" is left out.
-
-    Args:
-        request: What the caller asked for.
-        model: The target, whose heads and whose own pool may draft.
-        vocab_size: Token ids of the target.
-        encoder_inputs: Inputs of the target's encoder by row, and their attention mask.
-        processors: The call's logits processors.
-        grammar_of: Makes the grammar of a row, None for a row without one. None: no row has one.
-        draws: Whether rejection sampling verifies drafts by the probabilities of their draws.
+    A prediction, an assistant, a pool, `use_mtp` and a grammar add their drafters to those that the
+    configuration names. Without a prediction, "prediction" is left out. `grammar_of` makes the
+    grammar of a row, None if it has none; `draws` says whether rejection sampling verifies by
+    probabilities.
 
     Raises:
-        NumbaMissingError: A pool cannot be opened, since numba is missing or does not work.
+        NumbaMissingError: A pool cannot be opened because numba is missing or broken.
         ValueError: An option is unknown or wrong, or "assistant" is named without a model.
     """
     config = request.config
@@ -79,18 +73,15 @@ def build(
         "mtp": request.use_mtp,
     }
     wanted += [name for name, asked in is_asked.items() if asked and name not in wanted]
-    of_call = {
-        "vocab_size": vocab_size,
-        "encoder_inputs": encoder_inputs,
-        "processors": processors,
-        "draws": draws,
-    }
+    from lookahead_hf.drafting.sources.assistant.drafter import TargetCall  # imports torch
+
+    call = TargetCall(vocab_size, encoder_inputs, processors, draws, request.assistant_settings)
     built: list[Drafter] = []
     for drafter in wanted:
         if not isinstance(drafter, str):
             built += _adapted(drafter, vocab_size, draws)
         elif drafter != "prediction" or request.prediction is not None:
-            built.append(_by_name(drafter, request, model, of_call))
+            built.append(_by_name(drafter, request, model, call))
     # Rejection compares drafts with what they were drawn from, which a grammar would change.
     if grammar_of is not None and wanted and not draws:
         built.append(GrammarDrafter(grammar_of, memory_of(model).vocabularies))
@@ -108,9 +99,8 @@ def _adapted(drafter: Any, vocab_size: int | None, draws: bool) -> list[Drafter]
         return []
 
 
-def _by_name(name: str, request: Request, model: Any, of_call: dict[str, Any]) -> Drafter:
-    """Make a drafter from its name."""
-    first, own = _given(name, request, model, of_call)
+def _by_name(name: str, request: Request, model: Any, call: TargetCall) -> Drafter:
+    first, own = _given(name, request, model, call)
     make = getattr(importlib.import_module("lookahead_hf.drafting"), CLASSES[name])
     options = request.config.options.get(name, {})
     if clash := options.keys() & own.keys():
@@ -132,10 +122,10 @@ def _by_name(name: str, request: Request, model: Any, of_call: dict[str, Any]) -
 
 
 def _given(
-    name: str, request: Request, model: Any, of_call: dict[str, Any]
+    name: str, request: Request, model: Any, call: TargetCall
 ) -> tuple[list[Any], dict[str, Any]]:
-    """What a call gives a drafter: positional arguments, and options that users cannot set."""
-    vocab_size, config = of_call["vocab_size"], request.config
+    """Return what a call passes to a drafter: positional arguments, and options closed to users."""
+    vocab_size, config = call.vocab_size, request.config
     if name == "prediction":
         return [request.prediction], {}
     if name == "pool":
@@ -148,8 +138,6 @@ def _given(
         return [model], {"vocab_size": vocab_size}
     if name != "assistant":
         return [], {}
-    from lookahead_hf.drafting.sources.assistant.drafter import TargetCall
-
     if request.assistant_model is None:
         raise ValueError(
             'the drafter "assistant" needs a model to draft with: pass assistant_model= in the call'
@@ -157,7 +145,7 @@ def _given(
     return [request.assistant_model], {
         "target_tokenizer": request.tokenizer,
         "assistant_tokenizer": request.assistant_tokenizer,
-        "call": TargetCall(**of_call, settings=request.assistant_settings),
+        "call": call,
     }
 
 

@@ -1,4 +1,4 @@
-"""Drafting during one call: the sources, their learned rates, and how much to draft."""
+"""Drafting during one call: sources, learned rates, and how much to draft."""
 
 from __future__ import annotations
 
@@ -30,28 +30,27 @@ if TYPE_CHECKING:
 
 
 INVARIANT_WIDTH = 16
-"""Tokens per row of every block with `draft_invariant`, the same for all drafters and budgets.
-A chain of more than 15 tokens seldom gets more of them accepted."""
+"""Tokens per row of every block with `draft_invariant`, whatever the drafters and the budget. Of a
+longer chain, seldom more than 15 tokens are accepted."""
 
 MOST_RESTS = 15
 """Most steps without a draft after a draft whose K or V were not finite."""
 
 CHAIN_OF = 64
-"""Nodes of the tree that a draft is taken from where it must be a chain."""
+"""Nodes of the tree from which a chain is taken."""
 
 
 _has_warned = False
 
 
 def compile_or_warn() -> None:
-    """Compile all numba functions; where that fails, warn, and calls decode plainly."""
+    """Compile all numba functions, or warn that calls decode plainly."""
     with suppress(Exception):
         ngram_pool.compile_now()
     _check_numba()
 
 
 def _check_numba() -> None:
-    """Warn if numba is missing or has failed to compile."""
     try:
         ngram_pool.check_available()
     except ngram_pool.NumbaMissingError as error:
@@ -71,10 +70,7 @@ class Limits:
     """The drafts that a call can use.
 
     Attributes:
-        do_sample: Whether tokens are drawn.
-        vocab_size: Token ids of the target.
-        max_new_tokens: Length of the texts; nothing beyond it is drafted. One number for all rows,
-            or [rows] if other texts take the rows of those that end.
+        max_new_tokens: Length of the texts; [rows] if other texts take over finished rows.
         chains: Whether a row's draft must be a chain.
     """
 
@@ -85,13 +81,13 @@ class Limits:
 
 
 class DraftSession:
-    """Proposes drafts of the size that pays, and never costs the call its text.
+    """Proposes drafts of the size that pays, and never changes the text of the call.
 
-    If several processes run the rows of a call, all of them get the draft of the one that decides.
+    If several processes run the rows of a call, all use the draft of the one that decides.
 
     Attributes:
         reads_hidden_states: Whether a source reads the target's last hidden states.
-        prompt: If so, the prompt's, [rows, columns, hidden], until drafting begins.
+        prompt: Those of the prompt, [rows, columns, hidden], until drafting begins.
     """
 
     prompt: torch.Tensor | None = None
@@ -109,8 +105,8 @@ class DraftSession:
     ) -> None:
         """Start from what earlier calls learned.
 
-        `processes` decide together if several of them run the model; `complete` adds to a draft
-        what its verification needs.
+        `processes` decide together if several run the model; `complete` adds nodes that
+        verification needs.
         """
         self.reads_hidden_states = any(
             getattr(source, "reads_hidden_states", False) for source in sources
@@ -148,11 +144,10 @@ class DraftSession:
         return self._begun and self._guard.works
 
     def source_stats(self, row: int | None = None) -> dict[str, SourceStats]:
-        """Return what each source contributed so far, to one row or to all, by name."""
         return self._ensemble.source_stats(row)
 
     def begin(self, rows: Rows) -> None:
-        """Show the texts to the sources, as soon as numba's functions are compiled or loaded."""
+        """Show the texts to the sources, as soon as numba's functions are ready."""
         if not self._processes.decides or self._begun:
             return
         prompt, self.prompt = self.prompt, None
@@ -164,7 +159,7 @@ class DraftSession:
             _check_numba()
 
     def begin_row(self, rows: Rows, row: int) -> None:
-        """Show the sources another text that has taken a row."""
+        """Show the sources a new text in a row."""
         self._ensemble.counts[row] = 0
         if self._goes_on:
             self._ensemble.begin_row(rows, row)
@@ -175,7 +170,7 @@ class DraftSession:
             self._ensemble.end_row(rows, row)
 
     def propose(self, rows: Rows) -> DraftTree:
-        """Return the draft that is worth its cost, an empty one if none is."""
+        """Return the draft that is worth its cost, possibly an empty one."""
         draft = self._processes.draft(lambda: self._propose(rows))
         return draft if self._complete is None else self._complete(rows, draft)
 
@@ -203,18 +198,18 @@ class DraftSession:
         return head(tree, self._budget.choose(tree))
 
     def prepare(self, outputs: Any) -> None:
-        """Index what was learned before, while a step runs, and begin to read its logits."""
+        """Index what was learned before while a step runs, and begin to read its logits."""
         if self._goes_on:
             copy = outputs.copy if isinstance(outputs, DeviceOutputs) else None
             states = getattr(outputs, "hidden_states", None)
             self._ensemble.prepare(outputs.logits, copy, states)
 
     def narrow(self, most_nodes: int) -> None:
-        """Draft no more than so many nodes per row in the rest of the call."""
+        """Limit the draft of a row to `most_nodes` for the rest of the call."""
         self._budget.most_nodes = most_nodes
 
     def spoiled(self, outputs: Any) -> None:
-        """Rest for some steps, each time for more, since a draft made NaN of its step's logits."""
+        """Rest for some steps, longer each time: a draft turned its step's logits into NaN."""
         self._rest = min(2 * self._rest + 1, MOST_RESTS)
         self._resting = self._rest + 1
         self.prepare(outputs)
@@ -227,9 +222,9 @@ class DraftSession:
         logits: torch.Tensor,  # [rows, 1 + most nodes, vocab]
         step_seconds: float | None,
     ) -> None:
-        """Learn from a step, whose emitted tokens the rows hold already.
+        """Learn from a step, whose emitted tokens are in the rows already.
 
-        `step_seconds` is its time without drafting, None if the step did other work as well.
+        `step_seconds` is its time without drafting, None if the step also did other work.
         """
         self._guard.run(self._learn, rows, draft, verdict, logits, step_seconds)
 
@@ -247,7 +242,7 @@ class DraftSession:
                 self._ensemble.count_chains(draft, verdict)
             return
         self._ensemble.observe(rows, draft, verdict, logits)
-        self._ensemble.settle(len(verdict.of_text.token_ids), step_seconds)
+        self._ensemble.weigh_sources(len(verdict.of_text.token_ids), step_seconds)
         self._budget.observe(draft, step_seconds)
 
     def end(self, rows: Rows) -> None:
@@ -270,7 +265,6 @@ def most_nodes(config: SpeculativeConfig, runner: Runner | SteadySteps) -> int:
 
 
 def _warn_of_end(error: Exception) -> None:
-    """Warn that the call goes on without drafts."""
     warnings.warn(
         f"drafting failed and stops for this call, whose text is not affected: "
         f"{type(error).__name__}: {error}",

@@ -1,7 +1,7 @@
-"""The best next tokens at every verified node, with probabilities, from the target's logits.
+"""The best next tokens at every verified node, with probabilities.
 
-On a device they are found for all nodes at once. If the device verifies the steps, the search
-reuses the results of the step's own pass over the logits.
+On a device they are found for all nodes at once, from the verification's own pass over the logits
+if there is one.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class BestTokens:
-    """Finds the k best logits of nodes: with a kernel for all at once, otherwise on demand."""
+    """Finds the k best logits of nodes: in one kernel for all, or on demand."""
 
     def __init__(self, logits: torch.Tensor, top_k: int, few: int | None = None) -> None:
-        """Take the logits, [rows, width, vocab]; the search for `top_k` tokens comes later.
+        """Take the logits, [rows, width, vocab], of which the `top_k` best are searched later.
 
-        `few` tokens suffice at nodes where no accepted path ends.
+        `few` are enough where no accepted path ends.
         """
         self._top_k, self._few = top_k, few
         self._width = logits.shape[1]
@@ -33,7 +33,7 @@ class BestTokens:
         self._bits: np.ndarray | None = None
 
     def bring(self, copy: HostCopy) -> None:
-        """Start the search on the device, and add its result to the copy to the host."""
+        """Start the search on the device and add its result to the copy to the host."""
         if self._on_device():
             from lookahead_hf.kernels import Wanted
 
@@ -53,8 +53,8 @@ class BestTokens:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the best tokens at places of rows, [nodes] each, and their probabilities.
 
-        Both are [nodes, most of counts], best first, -1 where there are no more. On the CPU no more
-        than `counts`, [nodes], are searched, and the probabilities are approximate.
+        Both are [nodes, most of counts], best first, padded with -1. On a CPU only `counts`,
+        [nodes], are searched, and the probabilities are approximate.
         """
         if counts is None:
             counts = np.full(len(rows), self._top_k)
@@ -75,7 +75,7 @@ class BestTokens:
 def _pack(
     logits: torch.Tensor, top_k: int, scan: RowScan | None = None, wanted: Wanted | None = None
 ) -> torch.Tensor:
-    """Return tokens and probabilities as one float32 tensor [2, rows, k], which one copy fetches.
+    """Return tokens and probabilities as one float32 tensor [2, rows, k], for a single copy.
 
     float32 holds whole numbers up to 2**24, more than any vocabulary has.
     """
@@ -88,7 +88,7 @@ def _pack(
 
 
 def _bits(logits: torch.Tensor) -> np.ndarray:
-    """Bit patterns of CPU logits: int16 of bfloat16, int32 of everything else as float32."""
+    """Return the bit patterns of CPU logits: int16 of bfloat16, otherwise int32 of float32."""
     import torch
 
     is_half = logits.dtype == torch.bfloat16
@@ -98,7 +98,7 @@ def _bits(logits: torch.Tensor) -> np.ndarray:
 
 
 def _padded(values: np.ndarray, top_k: int, fill: float) -> np.ndarray:
-    """`values` [nodes, k] widened to `top_k` columns."""
+    """Widen `values`, [nodes, k], to `top_k` columns."""
     wide = np.full((len(values), top_k), fill, values.dtype)
     wide[:, : values.shape[1]] = values
     return wide

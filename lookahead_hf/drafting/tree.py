@@ -1,4 +1,4 @@
-"""Merges the trees of several sources by shared prefixes, likeliest nodes first."""
+"""Merges the sources' trees by shared prefixes and cuts drafts out of the result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lookahead_hf.draft import ROOT, DraftTree, Evidence, place_in_row
 from lookahead_hf.drafting.control.calibration import Calibration
 
 ANY_TOKEN = 2**62
-"""Vocabulary size if the caller knows none."""
+"""Vocabulary size if it is unknown."""
 
 
 def merge(
@@ -23,16 +23,16 @@ def merge(
     """Unite the sources' trees and keep the likeliest nodes of each row.
 
     Args:
-        proposals: One tree per source of the calibration. A tree without evidence is in bucket 0.
+        proposals: One tree per source of the calibration; without evidence, nodes are in bucket 0.
         calibration: Learned acceptance rates; the sources' own scores are ignored.
         max_nodes: Most nodes that a row keeps.
         vocab_size: Nodes with this token id or a higher one are left out, with all nodes below.
         max_depth: Deepest node worth keeping in each row, [rows]; 0 leaves a row without a draft.
 
     Returns:
-        Each row's nodes best first, parents before children, with the calibrated probability of the
-            path as `score`, and every source of a node as `evidence`. `probs` is kept only of a
-            single source: a token that several propose was not drawn from one of them.
+        Each row's nodes, best first, with path probabilities as `score` and all sources in
+            `evidence`. `probs` is kept of a single source only: a token of several was not drawn
+            from one.
     """
     from lookahead_hf.drafting._numba import merge_trees
 
@@ -57,10 +57,10 @@ def merge(
 
 
 def head(tree: DraftTree, num_nodes: int | np.ndarray) -> DraftTree:
-    """Keep `num_nodes` of each row, or [rows], of a merged tree, and put the likeliest chain first.
+    """Keep the first `num_nodes` (of all rows, or [rows]) of a merged tree, in depth-first order.
 
-    The result is depth-first, the likeliest child first. So an accepted path is mostly in
-    consecutive slots after the last token, and committing it moves no cache data.
+    The likeliest child comes first. So an accepted path is mostly in consecutive slots after the
+    last token, and committing it moves no cache data.
     """
     from lookahead_hf.drafting._numba import head_order
 
@@ -70,12 +70,8 @@ def head(tree: DraftTree, num_nodes: int | np.ndarray) -> DraftTree:
 
 
 def likeliest_chain(tree: DraftTree, max_nodes: int | np.ndarray) -> DraftTree:
-    """Keep of each row one path from the root down: at every node the likeliest child.
-
-    Args:
-        tree: As `merge` returns it, each row's nodes best first.
-        max_nodes: Longest chain, for all rows or of each, [rows].
-    """
+    """Keep a path of at most `max_nodes` per row of a merged tree: the likeliest child at every
+    node."""
     longest = np.broadcast_to(max_nodes, tree.num_rows).tolist()
     order: list[int] = []
     offsets = np.zeros(tree.num_rows + 1, np.int64)
@@ -108,7 +104,7 @@ def _taken(
 
 
 def _evidence_of(tree: DraftTree) -> tuple[np.ndarray, np.ndarray]:
-    """Entries of each node, [nodes], and their buckets, [entries], of one source's tree."""
+    """Return how many entries each node of a source's tree has, [nodes], and all their buckets."""
     if tree.evidence is not None:
         return np.diff(tree.evidence.offsets), tree.evidence.bucket
     return np.ones(tree.num_nodes, np.int64), np.zeros(tree.num_nodes, np.int32)
@@ -120,6 +116,6 @@ def _take_evidence(evidence: Evidence | None, order: np.ndarray) -> Evidence | N
     begin = evidence.offsets[order]
     sizes = evidence.offsets[order + 1] - begin
     offsets = np.concatenate([np.zeros(1, np.int64), sizes.cumsum()])
-    # Entry i of the result comes from the same distance behind its node's first entry.
+    # Entry i of the result is as far from its node's first entry as in the old evidence.
     entries = np.arange(offsets[-1]) + np.repeat(begin - offsets[:-1], sizes)
     return Evidence(offsets, evidence.source[entries], evidence.bucket[entries])

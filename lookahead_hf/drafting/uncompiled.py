@@ -1,4 +1,4 @@
-"""Drafts for the first steps of a process, while numba's functions are compiled or loaded."""
+"""Drafts while numba's functions are compiled or loaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Chain(NamedTuple):
-    """The draft of one row from one source; a score is how likely the path to a node is right."""
+    """A row's draft from one source; a score is the probability of the path to a node."""
 
     source: int  # index among the sources of the call
     token_ids: np.ndarray  # [nodes] int64
@@ -27,23 +27,22 @@ class Chain(NamedTuple):
 
 
 class UncompiledDrafts:
-    """Drafts one chain per row, from the caller's prediction or from the row's own text.
+    """Drafts one chain per row, from the caller's prediction or by prompt lookup.
 
-    It replaces these two sources, if the call has them. From the text it drafts what followed
-    the longest match of the text's end. The idea is prompt lookup decoding (Saxena, 2023), which
-    transformers offers as `prompt_lookup_num_tokens`.
+    It replaces these two sources, if the call has them. Prompt lookup (Saxena, 2023; transformers'
+    `prompt_lookup_num_tokens`) proposes what followed the longest match of the text's end.
     """
 
     def __init__(
         self, sources: Sequence[Drafter], vocab_size: int, max_new_tokens: int | np.ndarray
     ) -> None:
-        """Draft for one call; tokens from `vocab_size` on are never drafted."""
+        """Draft for one call, never tokens from `vocab_size` on."""
         self._sources, self._vocab_size = sources, vocab_size
         self._max_new_tokens = max_new_tokens
         self._has_begun = False
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
-        """Return a chain of at most `max_nodes` nodes for each row that a source has one for."""
+        """Return a chain of at most `max_nodes` nodes for each row that has one."""
         if not self._has_begun:
             self._has_begun = True
             for source in self._sources:
@@ -85,8 +84,8 @@ def repeated(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return what followed the longest match of a context, [tokens], and its scores.
 
-    Each accepted node makes the match longer by one, and a longer match is right more often.
-    `limits` are the shortest and the longest match length.
+    Each accepted node makes the match one longer, and longer matches are right more often. `limits`
+    are the shortest and longest match length.
     """
     start, length = longest_match(context, limits[1])
     num_nodes = max_nodes if length >= limits[0] else 0
@@ -97,11 +96,9 @@ def repeated(
 
 
 def longest_match(context: np.ndarray, max_ngram: int) -> tuple[int, int]:
-    """Find the longest n-gram at the end of a context, [tokens], that it also has before.
+    """Find the longest n-gram at the end of a context, [tokens], that also occurs before.
 
-    Returns:
-        The index of the token behind the latest such match, and the number of tokens that match, 0
-        without a match.
+    Returns the index after its latest occurrence and its length, 0 without a match.
     """
     ends = np.flatnonzero(context[:-1] == context[-1]) + 1
     if not len(ends):

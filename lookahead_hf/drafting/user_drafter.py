@@ -1,9 +1,7 @@
-"""Wraps a user's drafter: checks what it returns, and shows it copies.
+"""Wraps a user's drafter: checks its trees, and passes it copies.
 
-The compiled functions and the verifiers do not check the trees that they read. So every tree of a
-user's object is checked here. An error raises here, which costs the call this drafter and nothing
-else. The object may write into all of its arguments; the text, the verdict and the other drafters
-do not change.
+Compiled functions and verifiers trust the trees that they read, so every tree of a user is checked
+here. An error raises here and costs the call this drafter, nothing else.
 """
 
 from __future__ import annotations
@@ -26,21 +24,17 @@ if TYPE_CHECKING:
 _Record = TypeVar("_Record", DraftTree, Verdict)
 
 ROUNDING = 0.01
-"""Greatest error of the sum of probabilities; half precision is off by up to 0.004."""
+"""Tolerated error of a sum of probabilities; half precision is off by up to 0.004."""
 
 
 class Adapted(BuiltInDrafter):
-    """A user's object that has `propose`, and perhaps other methods of a `Drafter`.
-
-    Attributes:
-        adapted: The object.
-    """
+    """Wraps a user's object that has `propose` and perhaps other methods of a `Drafter`."""
 
     def __init__(self, drafter: Any, vocab_size: int | None = None, draws: bool = True) -> None:
         """Read the object's name, buckets and prior once.
 
-        Probabilities that tokens were drawn from are checked only if rejection sampling `draws`.
-        Whatever the object raises is raised, and ValueError if its buckets or its prior are wrong.
+        Probabilities are checked only if rejection sampling `draws`. Errors of the object
+        propagate.
         """
         self.adapted = drafter
         self._vocab_size, self._draws = vocab_size, draws
@@ -61,18 +55,9 @@ class Adapted(BuiltInDrafter):
     def prior(self) -> np.ndarray:
         return self._prior
 
-    @property
-    def rates(self) -> np.ndarray:
-        """Learned rates, which the object sees as well if it is a `Drafter`."""
-        return self._rates
-
-    @rates.setter
-    def rates(self, rates: np.ndarray) -> None:
-        self._rates = rates
-        if isinstance(self.adapted, Drafter):
-            self.adapted.rates = rates
-
     def begin(self, rows: Rows) -> None:
+        if isinstance(self.adapted, Drafter):
+            self.adapted.rates = self.rates
         self._call("begin", rows)
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
@@ -107,7 +92,6 @@ class Adapted(BuiltInDrafter):
 
 
 def _copied(record: _Record) -> _Record:
-    """Copy a record with its arrays."""
     values: dict[str, Any] = {field.name: getattr(record, field.name) for field in fields(record)}
     arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
     copies: dict[str, Any] = {name: array.copy() for name, array in arrays.items()}
@@ -132,10 +116,8 @@ def _prior(given: Any, num_buckets: int) -> np.ndarray:
 def checked(tree: Any, num_rows: int, num_buckets: int) -> DraftTree:
     """Return a user's tree with arrays of the right types; `depth` and `score` are not read.
 
-    Token ids that the target does not have are no error: merging leaves them out.
-
-    Raises:
-        ValueError: Its parts do not fit together, or a parent does not come before its child.
+    Unknown token ids are no error: merging drops them. ValueError if the parts of the tree do not
+    fit.
     """
     if not isinstance(tree, DraftTree):
         raise ValueError(f"propose() must return a DraftTree, not {type(tree).__name__}")
@@ -170,7 +152,7 @@ def _offsets(name: str, given: Any, last: int) -> np.ndarray:
 
 
 def _evidence(evidence: Any, num_nodes: int, num_buckets: int) -> Evidence | None:
-    """Check a user's evidence; the source index in it is ignored."""
+    """Check a user's evidence; its source index is ignored."""
     if evidence is None:
         return None
     buckets = _integers("evidence.bucket", evidence.bucket)
@@ -186,7 +168,7 @@ def _evidence(evidence: Any, num_nodes: int, num_buckets: int) -> Evidence | Non
 
 
 def _probs(probs: Any, tokens: np.ndarray) -> Any:
-    """Check the type and shape of what the nodes were drawn from."""
+    """Check the type and shape of the drafting distributions."""
     if probs is None:
         return None
     import torch  # only where a drafter draws: a list of drafters does not need torch
@@ -204,9 +186,7 @@ def _probs(probs: Any, tokens: np.ndarray) -> Any:
 def _distributions(tree: DraftTree, vocab_size: int | None) -> torch.Tensor:
     """Return the distributions that the nodes were drawn from, [nodes, target's vocab].
 
-    Raises:
-        ValueError: They are not distributions, or a node's token cannot have been drawn from its
-            distribution.
+    ValueError if they are no distributions, or exclude a node's token.
     """
     probs: torch.Tensor = tree.probs[:, :vocab_size].detach().float()  # type: ignore[index]
     totals = probs.sum(1)
@@ -237,7 +217,7 @@ def _distributions(tree: DraftTree, vocab_size: int | None) -> torch.Tensor:
 
 
 def _siblings(tree: DraftTree) -> tuple[np.ndarray, np.ndarray]:
-    """Return all pairs of siblings, as flat nodes: the later ones and the earlier ones, [pairs]."""
+    """Return all pairs of siblings as flat nodes: the later and the earlier ones, [pairs] each."""
     pairs = [np.empty((0, 2), np.int64)]
     for row in range(tree.num_rows):
         nodes = tree.row(row)

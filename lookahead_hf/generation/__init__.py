@@ -1,1 +1,1 @@
-"""One call of `generate`: options, loop, results."""
+"""The course of a call of `generate`: arguments, loop, results."""

@@ -1,14 +1,12 @@
-"""How the parts of one decoded call are put together."""
+"""Builds the parts of one decoded call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from lookahead_hf import compat, ngram_pool
-from lookahead_hf.call import execution
+from lookahead_hf.call import emitter, execution
 from lookahead_hf.call.outputs import RequestedOutputs
 from lookahead_hf.call.prepared import PreparedCall, Request
 from lookahead_hf.call.streaming import ColumnStream
@@ -17,7 +15,7 @@ from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.session import INVARIANT_WIDTH, DraftSession, Limits, warn_of_numba
 from lookahead_hf.generation.recorder import StatsRecorder
-from lookahead_hf.generation.session import DecodingSession
+from lookahead_hf.generation.session import BatchSession
 from lookahead_hf.generation.tracer import Tracer
 from lookahead_hf.logits import constraints
 from lookahead_hf.model import position_limits
@@ -39,8 +37,8 @@ if TYPE_CHECKING:
     from lookahead_hf.rows import EncoderInputs
 
 
-def assemble(call: PreparedCall) -> DecodingSession:
-    """Put the parts of a call together; nothing is emitted, and the prompt is not run.
+def assemble(call: PreparedCall) -> BatchSession:
+    """Build the parts of a call; nothing is emitted, and the prompt is not read.
 
     Raises:
         Unserved: The call cannot be speculated.
@@ -54,7 +52,6 @@ def assemble(call: PreparedCall) -> DecodingSession:
         draws=request.draws(call.do_sample),
         assistant=request.assistant_model,
     )
-    position_ids = _checked_positions(call)
     constraint = constraints.of_call(call.processors, call.num_rows)
     drafters = build_drafters(
         model,
@@ -65,10 +62,11 @@ def assemble(call: PreparedCall) -> DecodingSession:
         call.processors,
         None if constraint is None else constraint.shadow,
     )
-    if request.draws(call.do_sample):
-        checks.check_trees(model)
-    checks.check_trial(model)
-    shape, by_kernel = _block_shape(call)
+    checks.admit_call(call)
+    position_ids = position_limits.of_prompt(model, call.input_ids, call.model_kwargs)
+    assert position_ids is not None
+    position_limits.check_length(model, position_ids, call.input_ids.shape[1], call.num_new)
+    shape = _block_shape(call)
 
     stats = StatsRecorder(call.num_rows)
     mask = call.model_kwargs.get(compat.decoder_names(model).mask)
@@ -77,7 +75,7 @@ def assemble(call: PreparedCall) -> DecodingSession:
         call.generation_config, call.num_rows, call.model_kwargs.get("encoder_outputs")
     )
     stream = ColumnStream(request.streamer, call.num_rows, call.pad, stats.leave_out_streaming)
-    verifier = choose_verifier(call, outputs, stream, processes)
+    verifier = choose_verifier(call, emitter.of_call(call, outputs, stream), processes)
     is_flat = call.num_rows > 1 and shape is None and processes.is_alone and not outputs.observes
     is_flat &= not isinstance(verifier, Lockstep)  # which shows finished rows to processors
     is_flat = is_flat and checks.takes_flat(model, position_ids, call.model_kwargs)
@@ -91,13 +89,13 @@ def assemble(call: PreparedCall) -> DecodingSession:
             call.do_sample,
             int(compat.text_config(model).vocab_size),
             position_limits.num_draftable(model, position_ids, call.num_new),
-            chains=runner.only_chains or (shape is not None and not by_kernel),
+            chains=runner.only_chains or (shape is not None and not shape.by_kernel),
         ),
         runner,
         processes,
         verifier.complete,
     )
-    return DecodingSession(
+    return BatchSession(
         call=call,
         rows=rows,
         drafts=drafts,
@@ -108,7 +106,6 @@ def assemble(call: PreparedCall) -> DecodingSession:
         outputs=outputs,
         stats=stats,
         tracer=Tracer(stats.milliseconds) if request.config.trace else None,
-        by_kernel=by_kernel,
     )
 
 
@@ -121,9 +118,7 @@ def build_drafters(
     processors: Sequence[Any] = (),
     grammar_of: Callable[[int], Grammar | None] | None = None,
 ) -> list[Drafter]:
-    """Build what drafts in a call of so many rows, None where the number is not known.
-
-    This costs little and runs nothing.
+    """Build the drafters of a call, which costs little; `num_rows` is None if it is not known.
 
     Raises:
         ValueError: An option, a pool or a prediction is wrong.
@@ -149,30 +144,14 @@ def build_drafters(
         return []
 
 
-def _checked_positions(call: PreparedCall) -> torch.Tensor:
-    """The prompt's positions, [..., rows, columns]; raises Unserved where the call has to."""
-    model = call.model
-    checks.check_call(model, call.generation_config, call.model_kwargs, is_checked=call.is_checked)
-    checks.check_room(model, call.input_ids, call.generation_config, call.model_kwargs)
-    position_ids = position_limits.of_prompt(model, call.input_ids, call.model_kwargs)
-    assert position_ids is not None
-    position_limits.check_length(model, position_ids, call.input_ids.shape[1], call.num_new)
-    return position_ids
-
-
-def _block_shape(call: PreparedCall) -> tuple[BlockShape | None, bool]:
-    """The shape of all blocks where the text may not depend on the drafts, else None.
-
-    Returns:
-        The shape, and whether our kernel does all attention, whatever else would be faster.
-    """
+def _block_shape(call: PreparedCall) -> BlockShape | None:
+    """Return the shape of all blocks with `draft_invariant`, else None."""
     if not call.request.config.draft_invariant:
-        return None, False
-    checks.check_invariance(call.model)
+        return None
     # The kernel has no attention weights to return.
     by_kernel = not call.model_kwargs.get("output_attentions")
     by_kernel = by_kernel and self_test.keeps_bits_in_trees(call.model, INVARIANT_WIDTH)
-    return BlockShape(INVARIANT_WIDTH, call.num_new + INVARIANT_WIDTH), by_kernel
+    return BlockShape(INVARIANT_WIDTH, call.num_new + INVARIANT_WIDTH, by_kernel)
 
 
 def _runner(
@@ -183,7 +162,7 @@ def _runner(
     outputs: RequestedOutputs,
     is_flat: bool,
 ) -> Runner:
-    """What runs the model; on a device, forwards are captured whatever decides on the tokens."""
+    """Return the runner of a call. On a device, every engine has its forwards captured."""
     may_be_captured = device.serves(call.input_ids.device) and processes.is_alone
     may_be_captured = may_be_captured and not outputs.observes  # which graphs do not return
     if may_be_captured and checks.on_device(call.model, call.input_ids):

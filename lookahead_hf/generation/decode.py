@@ -17,10 +17,7 @@ from lookahead_hf.patches.patched import patched
 
 
 def decode(call: PreparedCall) -> Any:
-    """Generate as plain `generate` would from what it prepared, with drafts.
-
-    Returns:
-        What `generate` returns.
+    """Decode a prepared call with drafts, and return what `generate` returns.
 
     Raises:
         Unserved: This call cannot be speculated; nothing was emitted.
@@ -42,28 +39,20 @@ def decode(call: PreparedCall) -> Any:
 
 
 def run(session: Session) -> Any:
-    """Decode the texts of a session until it has no more of them.
-
-    Returns:
-        The output of the session.
-    """
+    """Decode all texts of a session and return its output."""
     rows, phase = session.rows, session.stats.phase
     propose = phase("draft")(session.drafts.propose)
     prepare = phase("draft")(session.drafts.prepare)
     launch, commit = phase("forward")(session.launch), phase("commit")(session.runner.commit)
     read = phase("verify")(session.verifier.read)
-    patches = patched(session.runner.model)
-    try:
-        with patches, ExitStack() as stack:
-            stack.enter_context(session)
-            session.start(stack)
-            while session.goes_on():
-                draft, step = launch(propose(rows))
-                prepare(step)
-                draft, step = session.repeat_if_not_finite(draft, step)
-                verdict = read(rows, draft, step)
-                num_moved = commit(verdict)
-                session.observe(draft, step, verdict, num_moved)
-            return session.output()
-    finally:
-        patches.restore()  # again, since an interrupt may fall just where they are left
+    with patched(session.runner.model), ExitStack() as stack:
+        stack.enter_context(session)
+        session.start(stack)
+        while session.goes_on():
+            draft, step = launch(propose(rows))
+            prepare(step)
+            draft, step = session.repeat_if_not_finite(draft, step)
+            verdict = read(rows, draft, step)
+            commit(verdict)
+            session.observe(draft, step, verdict)
+        return session.output()

@@ -1,4 +1,4 @@
-"""How a call ends or breaks off: finished rows catch up, and the cache is handed back."""
+"""The end of a call, also by an exception: finished rows catch up; the cache is handed back."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from lookahead_hf import compat
 from lookahead_hf.cache.column_map import seen_slots
 
 if TYPE_CHECKING:
-    from lookahead_hf.generation.session import DecodingSession
+    from lookahead_hf.generation.session import BatchSession
     from lookahead_hf.runner.outputs import StepOutputs
 
 
-def finish(session: DecodingSession, columns: int) -> Any:
+def finish(session: BatchSession, columns: int) -> Any:
     """Leave cache, outputs and other processes as plain does after so many generated columns.
 
-    Returns:
-        The cache as plain leaves it, None where the caller does not see it.
+    Returns the cache, None if the caller does not see it.
     """
     returned, processes = session.call.returns_cache, session.processes
     vocab = compat.text_config(session.call.model).vocab_size
@@ -32,11 +31,11 @@ def finish(session: DecodingSession, columns: int) -> Any:
     return session.runner.hand_back(columns - 1) if returned else None
 
 
-def break_off(session: DecodingSession) -> None:
-    """Hand back a cache of the caller's after an exception, with the whole steps that it holds.
+def break_off(session: BatchSession) -> None:
+    """Hand back a cache of the caller's after an exception.
 
-    The cache lacks the step in progress, and it ends where the row that got least far ends. A later
-    call feeds the tokens that it lacks.
+    It holds whole steps only and ends where the slowest row ends. A later call feeds the tokens
+    that it lacks.
     """
     try:
         if session.call.returns_cache and session.runner.has_cache:
@@ -45,17 +44,14 @@ def break_off(session: DecodingSession) -> None:
         session.processes.broke_off()
 
 
-def observe(session: DecodingSession, row: int, kept: list[int], step: StepOutputs) -> None:
-    """Keep what the caller asked to see of the tokens that a row keeps of a step.
-
-    `kept` holds the places of these tokens in the block, root first.
-    """
+def observe(session: BatchSession, row: int, kept: list[int], step: StepOutputs) -> None:
+    """Keep the requested outputs of the tokens that a row keeps, by their places, root first."""
     if session.outputs.observes:
         slots = seen_slots(session.runner.cache, row, kept)
         session.outputs.observe(row, kept, step.of_model, slots)
 
 
-def _catch_up(session: DecodingSession, columns: int) -> None:
+def _catch_up(session: BatchSession, columns: int) -> None:
     """Feed finished rows the pads that plain feeds them until the last row ends."""
     rows, runner = session.rows, session.runner
     lacking = np.where(rows.finished, np.maximum(columns - rows.num_emitted, 0), 0)  # [rows]

@@ -1,4 +1,4 @@
-"""The arguments of a call of `generate`: transformers' own, and ours."""
+"""The arguments of a call of `generate`: transformers' and ours."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from transformers import GenerationMixin, StoppingCriteriaList, StopStringCriter
 from lookahead_hf import compat
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.fallback import FallbackReason, Unserved
-from lookahead_hf.spelling import nearest
+from lookahead_hf.utils.spelling import nearest
 
 OURS = ("speculative", "prediction", "speculative_tokenizer")
 """Arguments that transformers does not know.
 
-Our pipelines add the last one to every call: transformers would pass its own `tokenizer` on to the
-model's forward in calls that do not need a tokenizer.
+Our pipelines add the last one to every call. transformers would pass `tokenizer` on to the model's
+forward in calls that do not need a tokenizer.
 """
 
 CONFLICTS = ("prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "custom_generate")
-"""Settings of transformers that choose a decoding strategy of their own.
+"""Settings of transformers that choose another decoding strategy.
 
-Beside a configuration of the caller's, `use_mtp` names a drafter instead.
+In a call that asks for speculation itself, `use_mtp` names a drafter instead.
 """
 
 
 class GenerateArguments:
-    """What a call was given, under the names that transformers gives them.
+    """The arguments of a call by transformers' names.
 
     Attributes:
         given: All arguments but `OURS`, by name.
@@ -44,7 +44,7 @@ class GenerateArguments:
     def __init__(
         self, model: Any, original: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> None:
-        """Raises TypeError where `original`, the `generate` without us, cannot be called so."""
+        """Raises TypeError if `original`, `generate` without us, does not take the arguments."""
         self._model, self._original = model, original
         theirs = {name: value for name, value in kwargs.items() if name not in OURS}
         self.given = _by_name(original, args, theirs)
@@ -53,7 +53,7 @@ class GenerateArguments:
         self.tokenizer = tokenizer if given is None else given
 
     def wanted(self, default: Any = None) -> tuple[Any, SpeculativeConfig | None]:
-        """Return what decides about speculation in the call; see the function `wanted`."""
+        """Return how the call decides about speculation; see the function `wanted`."""
         return wanted(self._asked, self._generation_configs(), default)
 
     def setting(self, name: str) -> Any:
@@ -89,10 +89,10 @@ class GenerateArguments:
             )
 
     def check_names(self) -> None:
-        """Check names that transformers does not know, since its error cannot say what is meant.
+        """Check names that transformers refuses, to say what a misspelt one means.
 
         Raises:
-            ValueError: It refuses a name, which resembles that of an argument or option of ours.
+            ValueError: A refused name resembles an argument or option of this library.
         """
         if compat.has_own_generate(self._model):
             return
@@ -123,20 +123,20 @@ class GenerateArguments:
             raise self.decodes_itself()
 
     def decodes_itself(self) -> Unserved:
-        """Return the reason that the original `generate` decodes without us."""
+        """Return the fallback of an original `generate` that decodes by itself."""
         own = getattr(self._original, "__func__", self._original)
         name = getattr(own, "__qualname__", None) or f"{type(self._model).__name__}.generate"
         return Unserved(FallbackReason.OWN_GENERATE, name)
 
     @property
     def num_rows(self) -> int | None:
-        """Rows of the batch where the arguments tell; several texts may follow each prompt."""
+        """Rows of the batch, None if the arguments do not tell; a prompt may have several texts."""
         names = ("inputs", self._model.main_input_name, "input_ids", "inputs_embeds")
         batches = [self.given[name] for name in names if self.given.get(name) is not None]
         return len(batches[0]) * int(self.setting("num_return_sequences") or 1) if batches else None
 
     def prediction(self) -> list[np.ndarray] | None:
-        """Return the caller's guess as token ids per row; one row where one guess serves all."""
+        """Return the caller's prediction as token ids per row; one row serves all."""
         if self._prediction is None:
             return None
         prediction = read_prediction(self._prediction, self.tokenizer)
@@ -150,7 +150,7 @@ class GenerateArguments:
         return prediction
 
     def forwarded(self, strategy: Callable[..., Any], streamer: Any) -> dict[str, Any]:
-        """Return the arguments of the call to make, by name, with `strategy` as its decoding."""
+        """Return the arguments, by name, of a call that decodes by `strategy`."""
         passed = {**self.given, "custom_generate": strategy}
         # With an assistant, `generate` refuses calls that our strategy serves.
         for name in ("assistant_model", "assistant_tokenizer"):
@@ -194,11 +194,11 @@ def check_name(
         function: The function's name.
         name: The argument's name.
         own: Arguments that this library adds to the function.
-        theirs: Arguments that the function has without it.
-        elsewhere: Names that are no arguments of the function, and what serves them.
+        theirs: The function's other arguments.
+        elsewhere: Further names that may be meant, and what to do instead.
 
     Raises:
-        ValueError: The name resembles that of an argument or an option of ours.
+        ValueError: The name resembles an argument or option of this library.
     """
     options = [each.name for each in fields(SpeculativeConfig)]
     theirs = {*theirs}
@@ -214,10 +214,10 @@ def check_name(
 def wanted(
     asked: Any, generation_configs: Sequence[Any], default: Any
 ) -> tuple[Any, SpeculativeConfig | None]:
-    """Return the value that decides about speculation, and the configuration it stands for.
+    """Return the value that decides about speculation, and its configuration.
 
-    The argument of a call comes first, then the generation config that was passed, then the
-    model's, then the default; None asks the next. (None, None) means that nothing decides.
+    The argument of a call comes first, then the generation config that was passed, the model's, and
+    the default; None leaves it to the next. (None, None) means that nothing decides.
     """
     if asked is not None:
         return asked, SpeculativeConfig.resolve(asked)
@@ -231,7 +231,7 @@ def wanted(
 def _by_name(
     original: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Arguments by parameter name; those of a bare `*args` wrapper by transformers' own names."""
+    """Return arguments by parameter name; those of a bare `*args` by transformers' names."""
     signature = inspect.signature(original)
     bound = signature.bind(*args, **kwargs).arguments
     named: dict[str, Any] = {}
@@ -258,7 +258,7 @@ def read_prediction(prediction: Any, tokenizer: Any = None) -> list[np.ndarray]:
         tokenizer: Turns texts into ids.
 
     Returns:
-        The ids of each row, `[length]` int64; a single entry where one prediction serves all rows.
+        The ids of each row, `[length]` int64; a single entry serves all rows.
 
     Raises:
         ValueError: Anything else.

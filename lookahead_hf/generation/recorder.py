@@ -1,25 +1,25 @@
-"""Counts and times the steps of one call."""
+"""Counts and times the steps of one call, or of a run of requests."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.stats import PHASES, RowStats, SpeculativeStats
+from lookahead_hf.draft import DraftTree, Verdict, place_in_row
+from lookahead_hf.stats import RowStats, SpeculativeStats
+from lookahead_hf.trace.steps import PARTS
 
 if TYPE_CHECKING:
     from lookahead_hf.rows import Rows
 
 
 class StatsRecorder:
-    """Counts and times the steps of one call.
+    """Counts the steps of every row, and times the phases of all rows together.
 
     Attributes:
         step_seconds: Time of the latest step without the drafting.
@@ -29,20 +29,17 @@ class StatsRecorder:
     step_seconds = 0.0
 
     def __init__(self, num_rows: int) -> None:
-        self._steps = 0
-        self._moved = 0
-        self._max_width = 0
-        self.milliseconds = dict.fromkeys(PHASES, 0.0)
+        self.milliseconds = dict.fromkeys(PARTS, 0.0)
         self._before = 0.0
-        self._row_steps = np.zeros(num_rows, np.int64)
-        self._drafted = np.zeros(num_rows, np.int64)
-        self._accepted = np.zeros(num_rows, np.int64)
-        self._accepted_histogram: Counter[int] = Counter()
-        self._budgets: Counter[int] = Counter()
+        self._budgets = Counter[int]()
+        self._counts = np.zeros((5, num_rows), np.int64)
+        self._row_steps, self._drafted, self._accepted, self._moved, self._width = self._counts
+        self._accepted_by_step = [Counter[int]() for _ in range(num_rows)]
+        self._drafted_by_step = [Counter[int]() for _ in range(num_rows)]
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a block, or every call of a function, as part of a phase, one of `PHASES`."""
+        """Time a block, or every call of a function, as part of a phase, one of `PARTS`."""
         start = time.perf_counter()
         try:
             yield
@@ -50,68 +47,81 @@ class StatsRecorder:
             self.milliseconds[name] += (time.perf_counter() - start) * 1e3
 
     def leave_out_streaming(self, seconds: float) -> None:
-        """Take off the verification what the caller's streamer spent in it."""
+        """Subtract the time of the caller's streamer from the verification."""
         self.milliseconds["verify"] -= seconds * 1e3
 
-    def observe(self, draft: DraftTree, verdict: Verdict, num_moved: int = 0) -> None:
-        """Count a step, whose commit moved `num_moved` accepted tokens in the cache."""
+    def observe(self, draft: DraftTree, verdict: Verdict) -> None:
+        """Count a step."""
         drafted, accepted = np.diff(draft.row_offsets), verdict.of_text.num_accepted
-        self._steps += 1
         total = sum(self.milliseconds[name] for name in ("forward", "verify", "commit"))
         self.step_seconds = (total - self._before) / 1e3
         self._before = total
-        self._moved += num_moved
+        self._budgets[int(drafted.max(initial=0))] += 1
         self._row_steps += verdict.live
         self._drafted += np.where(verdict.live, drafted, 0)
         self._accepted += accepted
-        self._accepted_histogram.update(accepted[verdict.live].tolist())
-        self._budgets[int(drafted.max(initial=0))] += 1
-        self._max_width = max(self._max_width, int(widths(draft).max(initial=0)))
+        self._moved += _num_moved(verdict)
+        np.maximum(self._width, _widths(draft), out=self._width)
+        for row in np.flatnonzero(verdict.live).tolist():
+            self._accepted_by_step[row][int(accepted[row])] += 1
+            self._drafted_by_step[row][int(drafted[row])] += 1
 
     def finish(self, rows: Rows, **others: Any) -> SpeculativeStats:
         """Return the record of the call; `others` are the fields that are not counted here."""
-        per_row = (self._row_steps, rows.num_text, self._drafted, self._accepted)
-        return record_of(
-            [RowStats(*counts) for counts in np.stack(per_row, 1).tolist()],
-            self.milliseconds,
-            self._accepted_histogram,
-            self._budgets,
-            num_steps=self._steps,
-            num_moved=self._moved,
-            max_width=self._max_width,
+        counted = self._budgets, self.milliseconds
+        return self._record(slice(None), rows.num_text, *counted, **others)
+
+    def of_row(
+        self, rows: Rows, row: int, milliseconds: Mapping[str, float], **others: Any
+    ) -> SpeculativeStats:
+        """Return the record of a row's text, which has taken this time in each phase."""
+        counted = self._drafted_by_step[row], milliseconds
+        return self._record(slice(row, row + 1), rows.num_text, *counted, **others)
+
+    def free(self, row: int) -> None:
+        """Begin to count another text in a row."""
+        self._counts[:, row] = 0
+        self._accepted_by_step[row], self._drafted_by_step[row] = Counter(), Counter()
+
+    def _record(
+        self,
+        chosen: slice,
+        num_text: np.ndarray,  # [rows]
+        drafted: Counter[int],
+        milliseconds: Mapping[str, float],
+        **others: Any,
+    ) -> SpeculativeStats:
+        """Return the record of the chosen rows; `drafted` counts steps by their largest draft."""
+        per_row = np.stack((self._row_steps, num_text, self._drafted, self._accepted), 1)[chosen]
+        steps, emitted, num_drafted, num_accepted = per_row.sum(0).tolist()
+        accepted = sum(self._accepted_by_step[chosen], Counter[int]())
+        times: dict[str, Any] = {f"{name}_ms": spent for name, spent in milliseconds.items()}
+        return SpeculativeStats(
+            rows=len(per_row),
+            num_steps=drafted.total(),
+            row_steps=steps,
+            num_emitted=emitted,
+            num_drafted=num_drafted,
+            num_accepted=num_accepted,
+            num_moved=int(self._moved[chosen].sum()),
+            accepted_histogram=tuple(accepted[k] for k in range(max(accepted, default=-1) + 1)),
+            max_width=int(self._width[chosen].max(initial=0)),
+            budget_histogram=dict(sorted(drafted.items())),
+            row_stats=tuple(RowStats(*counts) for counts in per_row.tolist()),
+            **times,
             **others,
         )
 
 
-def record_of(
-    row_stats: Sequence[RowStats],
-    milliseconds: Mapping[str, float],
-    accepted: Counter[int],
-    drafted: Counter[int],
-    **others: Any,
-) -> SpeculativeStats:
-    """Return a record, whose totals are the sums over its rows.
-
-    `accepted` counts row steps by accepted draft tokens, `drafted` steps by the largest draft.
-    """
-    totals: dict[str, Any] = {
-        field.name: sum(getattr(row, field.name) for row in row_stats) for field in fields(RowStats)
-    }
-    times: dict[str, Any] = {f"{name}_ms": spent for name, spent in milliseconds.items()}
-    return SpeculativeStats(
-        rows=len(row_stats),
-        accepted_histogram=tuple(accepted[k] for k in range(max(accepted, default=-1) + 1)),
-        budget_histogram=dict(sorted(drafted.items())),
-        row_stats=tuple(row_stats),
-        **totals,
-        **times,
-        **others,
-    )
+def _num_moved(verdict: Verdict) -> np.ndarray:
+    """Accepted tokens of each row that rejected nodes lie before, [rows] int64."""
+    moved = verdict.path != place_in_row(verdict.path_offsets)
+    return np.diff(np.concatenate([[0], moved.cumsum()])[verdict.path_offsets])
 
 
-def widths(draft: DraftTree) -> np.ndarray:
+def _widths(draft: DraftTree) -> np.ndarray:
     """Most nodes at one depth of each row, [rows] int64."""
-    num_rows = len(draft.row_offsets) - 1
+    num_rows = draft.num_rows
     if not draft.num_nodes:
         return np.zeros(num_rows, np.int64)
     row, levels = np.repeat(np.arange(num_rows), np.diff(draft.row_offsets)), draft.depth.max() + 1

@@ -1,4 +1,4 @@
-"""What lives as long as one decoded call; nothing of it is kept on the model."""
+"""The parts of one decoded call or run; nothing of them is kept on the model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from lookahead_hf.drafting.session import DraftSession
 from lookahead_hf.generation import finalize
 from lookahead_hf.generation.recorder import StatsRecorder
 from lookahead_hf.generation.tracer import Tracer
-from lookahead_hf.patches.forward import left_to_kernel
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.verification.verifier import Verifier
@@ -29,16 +28,7 @@ from lookahead_hf.verification.verifier import Verifier
 
 @dataclass(frozen=True, slots=True)
 class Session(ABC):
-    """What the loop decodes with; it is entered before the first forward and left after the last.
-
-    Attributes:
-        rows: The texts.
-        drafts: What drafts.
-        runner: The runner of the model.
-        verifier: The verifier, which decides what is accepted.
-        processes: Who decides where several processes run the model.
-        stats: Counts and times the steps.
-    """
+    """The parts of the loop. It is entered before the first forward and left after the last one."""
 
     rows: Rows
     drafts: DraftSession
@@ -49,14 +39,14 @@ class Session(ABC):
 
     @abstractmethod
     def start(self, stack: ExitStack) -> None:
-        """Run the prompts that are there, and set the model up until the stack ends."""
+        """Read the prompts that are there, and set the model up until the stack ends."""
 
     def goes_on(self) -> bool:
-        """Return whether another step follows; it may give rows to other texts before that."""
+        """Return whether another step follows; a queue first gives free rows to other texts."""
         return bool(self.rows.live.any())
 
     def launch(self, draft: DraftTree) -> tuple[DraftTree, Any]:
-        """Run a step; where memory runs out, run it without the draft and draft less later."""
+        """Run a step; if memory runs out, run it without the draft and draft less from then on."""
         try:
             return draft, self.runner.launch(self.rows, draft)
         except torch.OutOfMemoryError:
@@ -76,9 +66,9 @@ class Session(ABC):
         self.drafts.spoiled(step)
         return DraftTree.empty(self.rows.num_rows), step
 
-    def observe(self, draft: DraftTree, step: Any, verdict: Verdict, num_moved: int) -> None:
+    def observe(self, draft: DraftTree, step: Any, verdict: Verdict) -> None:
         """Learn from a committed step: statistics and drafting."""
-        self.stats.observe(draft, verdict, num_moved)
+        self.stats.observe(draft, verdict)
         with self.stats.phase("draft"):
             self.drafts.observe(
                 self.rows,
@@ -90,7 +80,7 @@ class Session(ABC):
 
     @abstractmethod
     def output(self) -> Any:
-        """Return what the texts have become, once all of them have ended."""
+        """Return the output once all texts have ended."""
 
     def __enter__(self) -> Session:
         return self
@@ -102,27 +92,21 @@ class Session(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class DecodingSession(Session):
-    """The parts of one call.
+class BatchSession(Session):
+    """A static batch: one call of `generate`, whose rows all begin together.
 
-    Attributes:
-        call: The call as transformers prepared it.
-        stream: Feeds the caller's streamer.
-        outputs: Scores, states and attentions that the caller asked for.
-        tracer: Keeps every step if the configuration asks for a trace, else None.
-        by_kernel: Whether our kernel does all attention, whatever else would be faster.
+    Only a static batch has plain's columns, and so a streamer and outputs by column, noise by row
+    and decoding step, lockstep, and a cache that is handed back.
     """
 
     call: PreparedCall
     stream: ColumnStream
     outputs: RequestedOutputs
     tracer: Tracer | None
-    by_kernel: bool
 
     def start(self, stack: ExitStack) -> None:
         call, model = self.call, self.call.model
         shown = compat.LAST_HIDDEN_STATES if self.drafts.reads_hidden_states else {}
-        stack.enter_context(left_to_kernel(self.by_kernel))
         try:
             with self.stats.phase("prefill"):
                 outputs = self.runner.prefill(
@@ -148,11 +132,11 @@ class DecodingSession(Session):
         if self.tracer is not None:
             self.tracer.observe_prefill(self.rows)
 
-    def observe(self, draft: DraftTree, step: Any, verdict: Verdict, num_moved: int) -> None:
+    def observe(self, draft: DraftTree, step: Any, verdict: Verdict) -> None:
         """Learn from a committed step: requested outputs, statistics, drafting and the trace."""
         for row in np.flatnonzero(verdict.num_emitted).tolist() if self.outputs.observes else ():
             finalize.observe(self, row, [0, *(verdict.accepted(row) + 1).tolist()], step)
-        Session.observe(self, draft, step, verdict, num_moved)
+        Session.observe(self, draft, step, verdict)
         if self.tracer is not None:
             self.tracer.observe(draft, verdict)
 

@@ -1,4 +1,4 @@
-"""One call of `generate`: whether it is speculated, and how our decoding gets it."""
+"""Decides whether a call of `generate` is speculated, and passes it to our decoding."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from lookahead_hf.generation.decode import decode
 from lookahead_hf.generation.options import OURS, GenerateArguments
 from lookahead_hf.stats import SpeculativeStats
 from lookahead_hf.support import checks
+from lookahead_hf.support.checks import Purpose
 from lookahead_hf.trace import Trace
 
 ASSISTANT_SETTINGS = (
@@ -30,10 +31,9 @@ ASSISTANT_SETTINGS = (
 """transformers' generation settings for how an assistant drafts."""
 
 _decided: ContextVar[tuple[Any, ...]] = ContextVar("lookahead_hf_decided", default=())
-"""Models whose calls are in progress; the decision was already made for them and their submodules.
-
-A model's `generate` may call `generate` again, and so does our own fallback. Calls that a caller's
-processor makes while we decode are decided anew."""
+"""Models whose calls are in progress. It is already decided whether they and their submodules
+speculate: a model's `generate` may call `generate` again, and so does our fallback. Calls that a
+caller's processor makes while we decode are decided separately."""
 
 
 def run(
@@ -44,14 +44,14 @@ def run(
     default: Any = None,
     by_name: bool = False,
 ) -> Any:
-    """Generate speculatively where the call asks for that, else call `original` as it was called.
+    """Generate speculatively if the call asks for that, else call `original` with its arguments.
 
     Args:
         model: The model that generates.
         original: Its `generate` as it would be without speculation, bound.
         args: Positional arguments of the call.
         kwargs: Keyword arguments of the call.
-        default: Decides where neither the call nor a generation config does.
+        default: Decides if neither the call nor a generation config does.
         by_name: Whether our own function was called, not a model's `generate`.
     """
     is_inner = "speculative" not in kwargs and not by_name and _is_decided(model, kwargs)
@@ -84,7 +84,7 @@ def run(
 
 
 def _is_decided(model: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether the call is part of another one, or an assistant's."""
+    """Return whether the call is part of another one, or an assistant's."""
     if getattr(kwargs.get("generation_config"), "is_assistant", False):
         return True  # transformers lets it draft a few tokens
     outer = _decided.get()
@@ -109,7 +109,7 @@ def _serve(
     config: SpeculativeConfig,
     plain: Callable[[], Any],
 ) -> Any:
-    """Let the original prepare the call and decode it here, or else run `plain`."""
+    """Let the original prepare the call and decode it by our strategy, or else run `plain`."""
     try:
         strategy = Strategy(model, _request(model, arguments, config), arguments.decodes_itself())
         output = original(**arguments.forwarded(strategy, strategy.held))
@@ -129,7 +129,7 @@ def _serve(
 
 
 def _request(model: Any, arguments: GenerateArguments, config: SpeculativeConfig) -> Request:
-    """Check all that can be checked before an encoder runs, and return what decoding is to know.
+    """Return the request of a call, checked as far as possible before an encoder runs.
 
     Raises:
         Unserved: The call cannot be speculated.
@@ -137,14 +137,8 @@ def _request(model: Any, arguments: GenerateArguments, config: SpeculativeConfig
     """
     given, prediction = arguments.given, arguments.prediction()
     fallback.check_settings(arguments.setting)
-    checks.check_setup(model)
+    checks.admit(model, Purpose.CALL, given.get("past_key_values"))
     arguments.check_original()
-    if not compat.has_own_generate(model):
-        checks.check_kind(model)
-        if given.get("past_key_values") is not None:
-            shows = arguments.setting("return_dict_in_generate")
-            shows = bool(shows and arguments.setting("output_attentions"))
-            checks.check_cache(model, given["past_key_values"], shows)
     request = Request(
         config=config,
         streamer=given.get("streamer"),
@@ -174,13 +168,13 @@ def _fall_back(
 
 
 def _plain_record(config: SpeculativeConfig, unserved: Unserved) -> SpeculativeStats:
-    """The record of a call that is not speculated."""
+    """Return the record of a call that is not speculated."""
     trace = Trace(fallback_reason=str(unserved.reason)) if config.trace else None
     return SpeculativeStats(fallback_reason=unserved.reason, trace=trace)
 
 
 def _signed(model: Any, output: Any, record: SpeculativeStats | None) -> Any:
-    """The output with a record, which may sum up several decodings; listeners hear the record."""
+    """Return the output with a record, perhaps of several decodings, and call the listeners."""
     if record is not None:
         stats.tell(model, record)
     if isinstance(output, ModelOutput):
@@ -194,8 +188,8 @@ class Strategy:
     Attributes:
         held: Replaces the caller's streamer until decoding takes over, None without a streamer.
         decoded: The model that was decoded, None before.
-        record: What all decodings so far did, None before.
-        if_left_out: Why nothing is speculated where `generate` never calls the strategy.
+        record: Statistics of all decodings so far, None before the first.
+        if_left_out: Why nothing is speculated if `generate` never calls the strategy.
     """
 
     def __init__(self, model: Any, request: Request, if_left_out: Unserved) -> None:
@@ -219,8 +213,8 @@ class Strategy:
         **model_kwargs: Any,
     ) -> Any:
         """Decode a call; `inputs_tensor` is what `generate` was given as inputs."""
-        is_checked = model is self._model and not compat.has_own_generate(model)
-        if not is_checked:
+        is_admitted = model is self._model and not compat.has_own_generate(model)
+        if not is_admitted:
             fallback.check_settings(lambda name: getattr(generation_config, name, None))
         call = PreparedCall(
             model,
@@ -230,14 +224,13 @@ class Strategy:
             generation_config,
             compat.forwarded(model, input_ids, model_kwargs),
             self._request_with(model, inputs_tensor),
-            is_checked,
         )
         if self.held is not None:
             self.held.drop()
         token = _decided.set(())
         try:
-            if model is not self._model:
-                checks.check_setup(model)
+            if not is_admitted:
+                checks.admit(model, Purpose.PART)
             output = decode(call)
         except Unserved as error:
             if self.decoded is None and self._request.assistant_model is not None:
@@ -252,14 +245,14 @@ class Strategy:
         return self._decode_plainly(call, unserved)
 
     def _before_foreign_text(self) -> None:
-        """Report the fallback when a token comes that our decoding has not written."""
+        """Report the fallback when a token comes that our decoding has not emitted."""
         if self.decoded is None:
             fallback.report(self._model, self.if_left_out, self._request.config.on_fallback)
             record = _plain_record(self._request.config, self.if_left_out)
             stats.publish(self._model, record)
 
     def _decode_plainly(self, call: PreparedCall, unserved: Unserved) -> Any:
-        """Go on as plain `generate` does with what it has prepared, such as encoder outputs."""
+        """Decode as plain `generate` does from the prepared call, such as from encoder outputs."""
         model, request = call.model, call.request
         fallback.report(model, unserved, request.config.on_fallback)
         if self.decoded is None:
@@ -280,17 +273,15 @@ class Strategy:
         )
 
     def _add(self, model: Any) -> None:
-        """Publish one record of everything that the call has decoded with the model so far."""
+        """Publish the sum of all decodings of the call with the model so far."""
         latest = stats.of_this_thread(model)
-        if self.record is not None and self.record.fallback_reason:
-            self.record = None
         if self.record is not None and latest is not None:
             latest = stats.joined(self.record, latest)
             stats.publish(model, latest)
         self.record = latest
 
     def _request_with(self, model: Any, inputs: torch.Tensor | None) -> Request:
-        """The request, with what the model's encoder was given, [texts, ...], if it has one."""
+        """Return the request with the encoder's inputs, [texts, ...], if there is an encoder."""
         if not model.config.is_encoder_decoder or inputs is None:
             return self._request
         if not inputs.is_floating_point() and bool((inputs < 0).any()):

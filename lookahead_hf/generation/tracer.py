@@ -13,12 +13,12 @@ from lookahead_hf.rows import Rows
 from lookahead_hf.trace import Trace, TraceNode, TraceRow, TraceStep
 
 OTHER_PROCESS = "another process"
-"""The source of a draft that another process sent, which does not send its sources."""
+"""The source of a draft from another process, which does not send its sources."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A step as it was observed; its objects are built at the end of the call."""
+    """A step as it was observed; `TraceStep`s are built at the end of the call."""
 
     draft: DraftTree
     verdict: Verdict  # without pads
@@ -30,19 +30,19 @@ class Tracer:
     """Keeps the draft, the verdict and the times of every step of a call."""
 
     def __init__(self, spent: Mapping[str, float]) -> None:
-        """`spent`: milliseconds of each phase so far, which the call goes on counting."""
+        """`spent`: milliseconds of each phase so far; the call keeps it up to date."""
         self._spent = spent
         self._start = time.perf_counter()
         self._steps: list[_Step] = []
 
     def observe_prefill(self, rows: Rows) -> None:
-        """Take the first token of every row."""
+        """Record the first token of every row."""
         emitted = [rows.emitted(row).tolist() for row in range(rows.num_rows)]
         verdict = Verdict.from_rows(emitted, [()] * rows.num_rows)
         self.observe(DraftTree.empty(rows.num_rows), verdict)
 
     def observe(self, draft: DraftTree, verdict: Verdict) -> None:
-        """Take a step once everything about it is done."""
+        """Record a step after its commit."""
         end_ms = (time.perf_counter() - self._start) * 1e3
         kept = replace(draft, probs=None)  # a distribution over the vocabulary for every node
         self._steps.append(_Step(kept, verdict.of_text, end_ms, dict(self._spent)))
@@ -73,7 +73,7 @@ class Tracer:
 
 
 def _nodes(draft: DraftTree, row: int, sources: Sequence[str]) -> tuple[TraceNode, ...]:
-    """The nodes of a row."""
+    """Return the nodes of a row."""
     own, evidence = draft.row(row), draft.evidence
     fields = draft.token_ids[own], draft.parents[own], draft.depth[own]
     names, scores = [(OTHER_PROCESS,)] * len(fields[0]), [None] * len(fields[0])

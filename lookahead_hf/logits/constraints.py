@@ -1,13 +1,11 @@
-"""Recognises the logits processors of libraries that constrain a text by a grammar.
-
-Classes are known by their paths, so that nothing is imported that the caller has not.
-"""
+"""Recognises processors that constrain a text by a grammar, by class paths, without imports."""
 
 from __future__ import annotations
 
-import functools
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,12 +19,12 @@ class Constraint:
     """A processor that constrains each row by a grammar of its own.
 
     Attributes:
-        processor: The caller's processor, which nobody has called yet.
-        shadow: Makes a row's grammar for drafting, apart from what the processor holds.
+        processor: The caller's processor, which has not been called yet.
+        shadow: Makes a row's grammar for drafting, independent of the processor's own.
         alone: Makes a processor that does to a single row what the caller's does to this row of a
-            batch. None: nobody knows how, so that only the caller's may be called.
-        matchers: The attribute that holds what the processor keeps of each row.
-        advance: Moves one of these over a token, as the processor does.
+            batch; None if that is unknown, so that only the caller's may be called.
+        matchers: The attribute with the processor's state of each row.
+        advance: Moves such a state over a token, as the processor does.
         columns: The attribute with the number of columns that the processor saw last, if any.
     """
 
@@ -38,12 +36,12 @@ class Constraint:
     columns: str = ""
 
     def settle(self, ids: torch.Tensor, scores: torch.Tensor, texts: Sequence[list[int]]) -> None:
-        """Leave the caller's processor as plain's calls leave it, if its class is known.
+        """Leave the caller's processor as plain generation leaves it, if its class is known.
 
         Args:
-            ids: The prompts as plain holds them, [rows, columns].
+            ids: The prompts as plain generation holds them, [rows, columns].
             scores: Any scores, [rows, vocab] float32, which are overwritten.
-            texts: The tokens of each row that plain's processor was shown.
+            texts: The tokens of each row that the processor would have been shown.
         """
         if self.advance is None:
             return
@@ -56,12 +54,11 @@ class Constraint:
 
 
 def recognise(processor: Any, num_rows: int) -> Constraint | None:
-    """Return the constraint that a processor stands for in a batch, None if it is not known.
+    """Return the constraint that a processor stands for in a batch, None if it is unknown.
 
-    A class of the caller's own may have a method `row_grammars(num_rows)`, which returns a
-    `Grammar` for each row; they draft, and the processor is called as any other. If it also has a
-    method `row_processors(num_rows)`, the processors for single rows that this returns are called
-    in its place in batches.
+    A caller's class may have a method `row_grammars(num_rows)` that returns a `Grammar` for each
+    row for drafting. If it also has `row_processors(num_rows)`, batches call the processors for
+    single rows that this returns; otherwise the processor is called as any other.
     """
     kind = type(processor)
     known = _KNOWN.get(f"{kind.__module__}.{kind.__qualname__}")
@@ -78,12 +75,12 @@ def recognise(processor: Any, num_rows: int) -> Constraint | None:
 
     if num_rows == 1 or not hasattr(kind, "row_processors"):
         return Constraint(processor, shadow)
-    each = functools.cache(lambda: processor.row_processors(num_rows))
+    each = cache(lambda: processor.row_processors(num_rows))
     return Constraint(processor, shadow, lambda row: each()[row])
 
 
 def of_call(processors: Any, num_rows: int) -> Constraint | None:
-    """Return the constraint of the first processor that is recognised, None if none is."""
+    """Return the constraint of the first recognised processor, None if there is none."""
     found = (recognise(processor, num_rows) for processor in processors)
     return next((constraint for constraint in found if constraint is not None), None)
 
@@ -105,47 +102,36 @@ def _xgrammar(processor: Any, num_rows: int) -> Constraint | None:
     )
 
 
-def _outlines_xgrammar(processor: Any, num_rows: int) -> Constraint | None:
+def _outlines(
+    grammar: Callable[[Any], Grammar],
+    matchers: str,
+    advance: Callable[[Any, int], Any],
+    processor: Any,
+    num_rows: int,
+) -> Constraint | None:
+    """Recognise a processor of outlines, which makes its matchers when it is first called."""
+    if not processor.is_first_token:
+        return None
+    shadow, alone = lambda row: grammar(processor), lambda row: copy.copy(processor)
+    return Constraint(processor, shadow, alone, matchers, advance)
+
+
+def _outlines_xgrammar(processor: Any) -> Grammar:
     from lookahead_hf.logits.grammars.xgrammar import XGrammar
 
-    compiled, library = processor.compiled_grammar, processor.tensor_library_name
-    return _of_outlines(
-        processor,
-        lambda row: XGrammar(compiled),
-        lambda row: type(processor)(compiled, library),
-        compat.OUTLINES_MATCHERS,
-        _accept,
-    )
+    return XGrammar(processor.compiled_grammar)
 
 
-def _outlines_llguidance(processor: Any, num_rows: int) -> Constraint | None:
+def _outlines_llguidance(processor: Any) -> Grammar:
     from lookahead_hf.logits.grammars.llguidance import LLGuidance
 
-    given = processor.grammar, processor.llg_tokenizer, processor.tensor_library_name
-    return _of_outlines(
-        processor,
-        lambda row: LLGuidance(given[1], given[0]),
-        lambda row: type(processor)(*given),
-        "ll_matchers",
-        lambda matcher, token: matcher.consume_token(token),
-    )
+    return LLGuidance(processor.llg_tokenizer, processor.grammar)
 
 
-def _outlines_core(processor: Any, num_rows: int) -> Constraint | None:
+def _outlines_core(processor: Any) -> Grammar:
     from lookahead_hf.logits.grammars.outlines_core import OutlinesCore
 
-    index, library = processor.index, processor.tensor_library_name
-    return _of_outlines(
-        processor,
-        lambda row: OutlinesCore(index),
-        lambda row: type(processor)(index, library),
-        compat.OUTLINES_GUIDES,
-        _advance_guide,
-    )
-
-
-def _of_outlines(processor: Any, *rest: Any) -> Constraint | None:
-    return Constraint(processor, *rest) if processor.is_first_token else None
+    return OutlinesCore(processor.index)
 
 
 def _accept(matcher: Any, token: int) -> None:
@@ -161,8 +147,17 @@ def _advance_guide(guide: Any, token: int) -> None:
 _KNOWN: dict[str, Callable[[Any, int], Constraint | None]] = {
     "lookahead_hf.structured.Processor": _xgrammar,
     "xgrammar.contrib.hf.LogitsProcessor": _xgrammar,
-    "outlines.backends.outlines_core.OutlinesCoreLogitsProcessor": _outlines_core,
-    "outlines.backends.xgrammar.XGrammarLogitsProcessor": _outlines_xgrammar,
-    "outlines.backends.llguidance.LLGuidanceLogitsProcessor": _outlines_llguidance,
+    "outlines.backends.outlines_core.OutlinesCoreLogitsProcessor": partial(
+        _outlines, _outlines_core, compat.OUTLINES_GUIDES, _advance_guide
+    ),
+    "outlines.backends.xgrammar.XGrammarLogitsProcessor": partial(
+        _outlines, _outlines_xgrammar, compat.OUTLINES_MATCHERS, _accept
+    ),
+    "outlines.backends.llguidance.LLGuidanceLogitsProcessor": partial(
+        _outlines,
+        _outlines_llguidance,
+        "ll_matchers",
+        lambda matcher, token: matcher.consume_token(token),
+    ),
 }
 """Constraints by the path of the processor's class; subclasses do not count."""

@@ -1,4 +1,4 @@
-"""Logits processors called row by row: which of them can be, and the fastest way to do so."""
+"""Calls logits processors row by row: which of them can be, and the fastest way."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _BY_PREFIX = frozenset(
 """Processors that depend on the scores and the row's own prefix; subclasses do not count."""
 
 _SUM_OVER_VOCAB = frozenset({hf.EtaLogitsWarper, hf.TypicalLogitsWarper})
-"""Processors whose sums a CPU splits over its threads for one row, but not for several rows."""
+"""Processors whose sums a CPU splits over its threads for one row, but not for several."""
 
 
 class RowProcessors:
@@ -62,11 +62,8 @@ class RowProcessors:
 
     A batch of one row calls the list itself if it contains anything unknown: a custom class, or one
     that calls a function of the user. A larger batch needs classes whose result for a row depends
-    on that row alone. Of a processor that obeys a grammar, each row then gets one of its own, and
-    `end` brings the caller's up to date.
-
-    Attributes:
-        num_rows: Rows of the batch.
+    on that row alone. A processor that obeys a grammar is replaced by one per row, and `end` brings
+    the caller's up to date.
     """
 
     def __init__(self, processors: hf.LogitsProcessorList, num_rows: int) -> None:
@@ -83,22 +80,25 @@ class RowProcessors:
 
     @functools.cached_property
     def _by_row(self) -> list[list[Processor]]:
-        """The processors of each row."""
         return [[self._bound(p, row) for p in self._processors] for row in range(self.num_rows)]
 
-    def _bound(self, processor: Any, row: int) -> Processor:
+    def _bound(self, processor: Any, row: int) -> Any:
+        """Return the processor of one row; a repetition penalty holds a length for each."""
         constraint = self._constraints.get(id(processor))
-        if constraint is None or constraint.alone is None or self.num_rows == 1:
-            return _bound(processor, row)
-        alone: Processor = constraint.alone(row)
-        return alone
+        if constraint is not None and constraint.alone is not None and self.num_rows > 1:
+            return constraint.alone(row)
+        ignored = getattr(processor, "prompt_ignore_length", None)
+        if not isinstance(ignored, torch.Tensor):
+            return processor
+        bound = copy.copy(processor)
+        bound.prompt_ignore_length = ignored[row : row + 1]
+        return bound
 
     def __iter__(self) -> Iterator[Processor]:
         return iter(self._processors)
 
     @property
     def empty(self) -> bool:
-        """Whether the processors leave the logits unchanged."""
         return len(self._processors) == 0 and self._unknown is None
 
     @property
@@ -110,7 +110,7 @@ class RowProcessors:
         """Return the class that cannot be called row by row, None if all can.
 
         A processor that runs the model keeps a cache, for which rows must stay in step. In a batch,
-        any class that is not known to be row-independent may mix rows.
+        any class not known to be row-independent may mix rows.
         """
         for processor in self._processors:
             if isinstance(processor, hf.UnbatchedClassifierFreeGuidanceLogitsProcessor):
@@ -118,12 +118,9 @@ class RowProcessors:
         return self._unknown if self.num_rows > 1 else None
 
     def __call__(self, row: int, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return what plain's batched call returns for a row.
+        """Return the scores that plain generation's batched call returns for a row, [1, vocab].
 
-        Args:
-            row: The row.
-            ids: The row's prefix, [1, columns].
-            scores: Its scores, [1, vocab] float32.
+        `ids` are the row's prefix, [1, columns], `scores` its scores, [1, vocab] float32.
         """
         if self._unknown is not None:
             return self._processors(ids, scores)
@@ -142,10 +139,7 @@ class RowProcessors:
     ) -> torch.Tensor:
         """Apply processors of known classes to some rows, in as few calls as possible.
 
-        Args:
-            rows: Indices of the rows.
-            ids: Returns a row's prefix, [1, columns].
-            scores: Their scores, [len(rows), vocab] float32.
+        `ids` returns a row's prefix, [1, columns]; `scores` are [len(rows), vocab] float32.
         """
         assert self._unknown is None
         self._scores = scores
@@ -159,7 +153,7 @@ class RowProcessors:
         return scores
 
     def _in_full(self, processor: Processor, scores: torch.Tensor) -> torch.Tensor:
-        """Call with as many rows as plain's batch has: accelerators choose their sums by that."""
+        """Call with the rows of plain generation's batch: they decide an accelerator's sums."""
         missing = self.num_rows - len(scores)
         filled = torch.cat([scores, scores[:1].expand(missing, -1)]) if missing else scores
         no_ids = torch.empty(self.num_rows, 0, dtype=torch.long, device=scores.device)
@@ -171,19 +165,14 @@ class RowProcessors:
         return self.num_rows > 1 and bool(self._constraints)
 
     def end(self, ids: torch.Tensor, texts: Sequence[list[int]]) -> None:
-        """Leave the caller's processors as plain leaves them.
-
-        Args:
-            ids: The prompts as plain holds them, [rows, columns].
-            texts: The tokens of each row that plain's processors were shown.
-        """
+        """Leave the caller's processors as plain generation does; see `Constraint.settle`."""
         if self.keeps_state and self._unknown is None and self._scores is not None:
             shape = self.num_rows, self._scores.shape[-1]
             for constraint in self._constraints.values():
                 constraint.settle(ids, self._scores.new_zeros(shape), texts)
 
     def _chain(self, bound: list[Processor], device: torch.device) -> list[Processor]:
-        """Return a row's processors, on a CPU the fastest that round as in plain's batch."""
+        """Return a row's processors, on a CPU the fastest that round as in a batch."""
         if device.type != "cpu":
             return bound
         return [
@@ -204,22 +193,12 @@ def _first_unknown(
 
 
 def knows_processor(processor: Any, num_rows: int = 1) -> bool:
-    """Return whether a row's result depends on that row, and on what the processor holds of it."""
+    """Return whether a row's result depends on that row and the processor's state of it alone."""
     ignored = getattr(processor, "prompt_ignore_length", None)
     fits = not isinstance(ignored, torch.Tensor) or len(ignored) == num_rows
     return fits and type(processor) in SCORES_ONLY | _BY_PREFIX
 
 
-def _bound(processor: Any, row: int) -> Processor:
-    """Return the processor of one row; a repetition penalty holds a length for each."""
-    ignored = getattr(processor, "prompt_ignore_length", None)
-    if not isinstance(ignored, torch.Tensor):
-        return processor
-    bound = copy.copy(processor)
-    bound.prompt_ignore_length = ignored[row : row + 1]
-    return bound
-
-
 def _as_in_batch(processor: Any, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Call a scores-only processor on two rows, since a CPU rounds one row in another way."""
+    """Call a scores-only processor on two rows, since a CPU rounds one row differently."""
     return processor(ids, scores.repeat(2, 1))[:1]

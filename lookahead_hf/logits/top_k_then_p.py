@@ -1,4 +1,4 @@
-"""Top-p behind top-k, equal bit for bit to transformers', without a sort of the vocabulary."""
+"""Top-p after top-k, equal bit for bit to transformers', without a sort of the vocabulary."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from transformers.generation import logits_process as hf
 
 
 class TopKThenP:
-    """Both warpers in one: a search for the k best takes the place of the sort.
+    """Both warpers in one: a search for the k best replaces the sort.
 
-    The sorted scores are known without a sort: nothing, then what is tied with the last of the k
-    best, then these. Top-p computes its sums over exactly these numbers, of which rounding in any
-    other order could move the cut. Ties are in the order of their ids, as CUDA sorts them.
+    The sorted scores are known without a sort: nothing, then ties with the last of the k best, then
+    these. Top-p sums exactly these numbers in this order, since another order could round the cut
+    elsewhere. Ties are in the order of their ids, as CUDA sorts them.
     """
 
     def __init__(self, top_k: hf.TopKLogitsWarper, top_p: hf.TopPLogitsWarper) -> None:
@@ -43,7 +43,7 @@ class TopKThenP:
 
 
 def joined(processors: Iterable[Any]) -> list[Any]:
-    """Return processors with each top-k and the top-p right behind it in one."""
+    """Return the processors, with each top-k and the top-p directly after it joined."""
     out: list[Any] = []
     for each in processors:
         before: Any = out[-1] if out else None

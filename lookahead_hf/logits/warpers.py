@@ -19,11 +19,10 @@ def twin(processor: Any) -> Any:
 
 
 def banned(processor: Any) -> tuple[torch.Tensor, Callable[[Any], Any]] | None:
-    """Return what a processor bans, None if it does anything else than banning tokens.
+    """Return what a processor bans, None if it does anything but ban tokens.
 
-    Returns:
-        The token ids, and whether they are banned after a prefix of so many columns, a number or an
-        array.
+    Returns the token ids, and a function of the number of columns in the prefix, a number or an
+    array, that says whether they are banned.
     """
     kind, p = type(processor), processor
     if kind is hf.MinLengthLogitsProcessor:
@@ -39,9 +38,9 @@ def banned(processor: Any) -> tuple[torch.Tensor, Callable[[Any], Any]] | None:
 
 
 class TopP:
-    """Top-p that sorts the scores alone, in a quarter of the time that scores and indices take.
+    """Top-p that sorts the scores alone, in a quarter of the time for scores and indices.
 
-    The sums are the original's own, so the same number of scores is removed. Where the cut splits a
+    The sums are the original's own, so the same number of scores is removed. If the cut splits a
     tie, the original decides, since it breaks ties in its own order.
     """
 
@@ -69,7 +68,7 @@ class Ban:
     """
 
     def __init__(self, token_ids: torch.Tensor, applies: Callable[[int], bool]) -> None:
-        """`applies`: whether the tokens are banned after a prefix of a number of columns."""
+        """`applies` says whether the tokens are banned after a prefix of a number of columns."""
         self._token_ids = token_ids.reshape(-1)
         self._applies = applies
 

@@ -1,1 +1,1 @@
-"""Knowledge of a model: which positions it has, virtual tokens, compiled forwards."""
+"""Facts about a model: its positions, virtual tokens, compiled forwards, numerics."""

@@ -1,4 +1,4 @@
-"""Which models run compiled code, and the few shapes that their blocks then have."""
+"""Models that run code of `torch.compile`, and the few shapes of their blocks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from lookahead_hf.cache.slots import SlotCache
 from lookahead_hf.model.facts import facts_of
 
 WIDTHS = (64, 16, 1)
-"""Tokens per row of the blocks of a compiled model; a draft takes the narrowest that holds it."""
+"""Tokens per row of a compiled model's blocks; a draft takes the narrowest that holds it."""
 
 LEAST_SHOWN = 256
-"""Slots that the attention of the first blocks sees; doubled as the texts grow."""
+"""Slots that attention sees in the first blocks, doubled as the texts grow."""
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
@@ -21,7 +21,7 @@ def is_compiled(model: torch.nn.Module) -> bool:
 
 
 def captures_graphs(module: torch.nn.Module) -> bool:
-    """Whether a module's compiler captures CUDA graphs, as with `mode="reduce-overhead"`."""
+    """Return whether a module's compiler captures CUDA graphs, as `mode="reduce-overhead"` does."""
     for call in compat.compiled_calls(module):
         ask = getattr(call, "get_compiler_config", None)
         settings = ask() if ask is not None else None  # None for compilers other than inductor
@@ -31,28 +31,21 @@ def captures_graphs(module: torch.nn.Module) -> bool:
 
 
 def width_for(tokens: int, widths: tuple[int, ...] = WIDTHS) -> int:
-    """Return the narrowest width of a block that holds so many tokens per row."""
+    """Return the narrowest width that holds `tokens` tokens per row."""
     return min((width for width in widths if width >= tokens), default=tokens)
 
 
 def doubled(least: int, slots: int) -> int:
-    """Return `least`, doubled until it holds so many slots."""
+    """Return `least`, doubled until it is no less than `slots`."""
     while least < slots:
         least *= 2
     return least
 
 
 def make_room(slots: SlotCache, used: int) -> int:
-    """Give the layers a power of two of slots, and show all of them in every forward.
+    """Give the layers a power of two of slots, at least `used`; return how many a forward sees.
 
-    A compiled forward is made for the shape of the layers and of what it sees of them.
-
-    Args:
-        slots: The cache.
-        used: Slots that the next forward needs.
-
-    Returns:
-        The slots that the forward sees.
+    It sees all of them, because compiled code is specialised to the shape of the layers.
     """
     if slots.extent.shown is None or used > slots.extent.shown:
         capacity = max(group.capacity for group in slots.each_group())

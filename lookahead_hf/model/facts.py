@@ -1,4 +1,4 @@
-"""What is known of a model, read in one walk over its modules."""
+"""Facts about a model, read in one walk over its modules."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from lookahead_hf.model_state import state_of
 
 
 class ModelFacts:
-    """What a call has to know of a model, and what would take a walk over its modules.
+    """Facts that would each take a walk over the modules.
 
-    Every call reads the facts when it begins, so that a change between calls counts.
+    Every call reads them when it begins, so that a change between calls counts.
 
     Attributes:
-        key: Differs from that of another moment if the model itself was replaced in part.
+        key: Changes if the model's class, configuration, mode, compiled calls or hooks do.
         attention_configs: Configurations from which modules read their attention's name.
-        devices: Where the parameters are.
-        has_experts: Whether some layer routes every token to a few of its experts.
+        devices: Devices of the parameters.
+        has_experts: Whether a layer routes every token to a few of its experts.
         is_compiled: Whether the model, or a part of it, is called through `torch.compile`.
         is_hooked: Whether a module has forward hooks of the caller's.
-        needs_columns: Whether some part has to be told the columns of tokens.
+        needs_columns: Whether a part of the model needs the columns of tokens.
         unreadable: Class of a forward that handles masks and whose source is missing, else None.
     """
 
     def __init__(self, model: Any, modules: Sequence[nn.Module]) -> None:
-        """Read the model; `modules` are all of its modules."""
+        """Read a model, given all of its modules."""
         self.key = _key(model)
         self.attention_configs = compat.configs_of(modules)
         own = (each for m in modules for each in compat.parameters_of(m).values())
@@ -41,12 +41,12 @@ class ModelFacts:
         windowed = any(map(compat.is_windowed_by_slot, modules))
         self.needs_columns = windowed or compat.counts_positions(model)
         self.unreadable = compat.unreadable_forward({type(module) for module in modules})
-        # No part of a model is kept alive, since it may know the model.
+        # Weakly, since a module may refer to the model.
         self._mixers = [ref(module) for module in modules if compat.is_mixer(module)]
 
     @property
     def mixers(self) -> list[Any]:
-        """The modules whose forward reads and writes a state in the cache."""
+        """The modules whose forward reads and writes a recurrent state in the cache."""
         found = (reference() for reference in self._mixers)
         return [module for module in found if module is not None]
 
@@ -56,14 +56,14 @@ class ModelFacts:
 
 
 def read(model: nn.Module) -> list[nn.Module]:
-    """Read the facts of a model anew, and return its modules."""
+    """Read the facts of a model again, and return its modules."""
     modules = list(model.modules())
     state_of(model).put(ModelFacts(model, modules))
     return modules
 
 
 def facts_of(model: nn.Module) -> ModelFacts:
-    """Return the facts that the latest call has read."""
+    """Return the facts that the latest call on a model has read."""
     facts = state_of(model).get(ModelFacts)
     if facts is None or facts.key != _key(model):
         read(model)

@@ -1,4 +1,4 @@
-"""In which types, where and by which attention a model computes at this moment."""
+"""The dtypes, device and attention that a model computes with at this moment."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from lookahead_hf.model.facts import facts_of
 
 
 class Numerics(NamedTuple):
-    """What decides about a model's numbers beside its weights: verdicts on them hold for one of it.
+    """What determines a model's numbers beside its weights; a self test holds for one of these.
 
     Attributes:
-        dtype: Type of the weights.
-        device: Where the model is.
-        autocast: Type that `torch.autocast` computes in on this thread, None without it.
+        dtype: Dtype of the weights.
+        device: Device of the model.
+        autocast: Dtype that `torch.autocast` computes in on this thread, None without it.
         matmul: `torch.get_float32_matmul_precision()`.
         attention: Names of the model's attention implementations.
     """
@@ -29,13 +29,13 @@ class Numerics(NamedTuple):
 
     @property
     def is_exact(self) -> bool:
-        """Whether numbers are rounded as those of float32 or more."""
+        """Whether everything is computed in float32 or wider."""
         is_wide = self.dtype in (torch.float32, torch.float64)
         return is_wide and self.autocast is None and self.matmul == "highest"
 
 
 def of_model(model: Any) -> Numerics:
-    """Return what a forward of a model would compute with now."""
+    """Return the numerics of a model's forward on this thread now."""
     kind = model.device.type  # "meta" where weights are elsewhere between forwards
     casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     names = (compat.attention_name(config) for config in facts_of(model).attention_configs)

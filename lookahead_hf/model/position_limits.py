@@ -1,4 +1,4 @@
-"""How far a call's positions may go: learned tables end, and some rotary frequencies change."""
+"""Limits of a call's positions: learned tables end, and some rotary frequencies change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def of_prompt(
     input_ids: torch.Tensor,  # [rows, columns]
     model_kwargs: dict[str, Any],
 ) -> torch.Tensor | None:
-    """Return the position ids of the decoder's prompt, [..., rows, columns], None without any."""
+    """Return the position ids of the decoder's prompt, [..., rows, columns], None without them."""
     name, before = compat.decoder_names(model).positions, prefix_tuning.of_model(model)
     if name is None or before.by_column:
         return before.count + torch.arange(input_ids.shape[1], device=input_ids.device)[None]
@@ -36,7 +36,7 @@ def check_length(
     num_columns: int,
     num_new: int,
 ) -> None:
-    """Raise Unserved where the call crosses a length at which the model's positions change.
+    """Raise Unserved if the call crosses a length at which the model's frequencies change.
 
     Such a model computes the frequencies of a forward from its longest position, so that a draft
     beyond the length would alter the tokens before it.
@@ -65,15 +65,12 @@ def check_length(
 
 
 def num_draftable(model: Any, position_ids: torch.Tensor, num_new: int) -> int:
-    """Return how many new tokens drafts may cover, which a table of positions may limit.
+    """Return how many of `num_new` tokens drafts may cover before a table of positions ends.
 
-    Plain feeds every row one token per step, so no row needs more than the longest has room for. A
-    text that goes on beyond the table fails as it does in plain.
+    Plain generation feeds every row one token per step, so no row needs more than the longest has
+    room for. A text that goes on beyond the table fails as it does in plain generation.
 
-    Args:
-        model: The target.
-        position_ids: Positions of the prompt, [..., rows, columns].
-        num_new: Most tokens that the call generates; the last of them is never fed.
+    `position_ids` are those of the prompt, [..., rows, columns].
     """
     table = compat.position_table(model)
     if table is None or not position_ids.numel():
@@ -83,6 +80,6 @@ def num_draftable(model: Any, position_ids: torch.Tensor, num_new: int) -> int:
 
 
 def room(model: Any) -> int | None:
-    """Return how many tokens the model takes before its positions end or change, None for any."""
+    """Return the most tokens before the model's positions end or change, None without a limit."""
     ends = [*compat.rope_limits(model).values(), compat.position_table(model)]
     return min((end for end in ends if end is not None), default=None)

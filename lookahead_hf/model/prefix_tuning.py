@@ -14,12 +14,12 @@ _AS_EMBEDDINGS = frozenset({"PROMPT_TUNING", "P_TUNING"})
 
 @dataclass(frozen=True, slots=True)
 class VirtualTokens:
-    """The virtual tokens before a decoder's prompt, which every row attends.
+    """Virtual tokens before a decoder's prompt, which every row attends.
 
     Attributes:
-        count: Columns that they take.
-        by_column: Whether the model gets no positions, so that a token's position is its column,
-            counted from the first virtual token on, the prompt's pads included.
+        count: Number of them, a column each.
+        by_column: Whether the model gets no position ids: a token's position is then its column,
+            virtual tokens and pads included.
     """
 
     count: int = 0
@@ -29,9 +29,9 @@ class VirtualTokens:
 def of_model(model: Any) -> VirtualTokens:
     """Return the virtual tokens before every prompt of the model, as it is set up now.
 
-    PEFT prepares the inputs of each forward in the model's place. It adds the number of virtual
-    tokens to the positions where the cache holds them from the start. It leaves positions out where
-    they are embeddings before the prompt's own.
+    PEFT prepares the inputs of each forward in the model's place. If the cache holds the virtual
+    tokens from the start, it adds their number to the positions. If they are embeddings before the
+    prompt's own, it leaves positions out.
 
     Raises:
         Unserved: The inputs are prepared in an unknown way.
@@ -53,7 +53,7 @@ def of_model(model: Any) -> VirtualTokens:
 
 
 def check(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
-    """Raise Unserved where virtual tokens are combined with what they may not work with."""
+    """Raise Unserved if virtual tokens are combined with something that they may not support."""
     virtual, names = of_model(model), compat.decoder_names(model)
     if not virtual.count:
         return

@@ -1,4 +1,4 @@
-"""Indexes that find what followed a context of token ids: compiled by numba, without torch."""
+"""Compiled indexes that find what followed a context of token ids, without torch."""
 
 from __future__ import annotations
 

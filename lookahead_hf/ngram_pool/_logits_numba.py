@@ -1,8 +1,8 @@
 """Compiled functions of the logits memory; `tests/oracles/logits_memory.py` has them in numpy.
 
-Finding the best logits reads the row once, lane by lane: lane `i` holds the elements `i`,
-`i + lanes`, `i + 2 lanes`, ... so that one vector instruction advances many lanes. The k best
-elements are in lanes whose maximum reaches the k-th largest maximum; only those are read again.
+The search for the best logits reads a row once, in lanes: lane `i` holds the elements `i`, `i +
+lanes`, `i + 2 lanes`, ... so that one vector instruction advances many lanes. The k best elements
+are in lanes whose maximum reaches the k-th largest maximum; only those are read again.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -47,10 +47,10 @@ def top_rows(bits, which, counts, tokens, probs):
 
 @jit
 def _sum_of_exp(values, top):
-    """Sum of `exp(values - top)` within 2 %; overwrites `values`.
+    """Return the sum of `exp(values - top)` within 2 %; overwrite `values`.
 
-    For vector instructions, `exp(x)` is taken as `(1 + x / 1024) ** 1024`, which is ten squarings,
-    and the sum is one of whole numbers, whose order does not matter.
+    For vector instructions, `exp(x)` is taken as `(1 + x / 1024) ** 1024`, ten squarings, and whole
+    numbers are added, whose order does not matter.
     """
     for i in range(len(values)):
         power = np.float32(1.0) + (values[i] - top) * np.float32(1 / 1024)
@@ -75,7 +75,7 @@ def _key(pattern, lowest):
 
 @jit
 def _lane_maxima(row, maxima):
-    """Four parts of the row are read side by side: waits for different pages overlap."""
+    """Fill `maxima`, four parts of the row side by side: waits for different pages overlap."""
     lanes, lowest, kind = len(maxima), np.iinfo(row.dtype).min, row.dtype.type
     part = len(row) // (4 * lanes) * lanes
     maxima[:] = lowest
@@ -105,7 +105,7 @@ def _decode(keys, patterns):
 
 @jit
 def _select(row, maxima, found):
-    """Fill `found` with the largest elements, best first; returns how many.
+    """Fill `found` with the largest elements, best first; return their number.
 
     An element is its key above the complement of its token: the lower token is the larger number.
     """
@@ -153,7 +153,7 @@ def _num_reach(maxima, threshold):
 
 @jit
 def _insert(value, best, count):
-    """Insert a value into a descending list unless larger ones fill it; returns its length."""
+    """Insert a value into a descending list unless larger ones fill it; return its length."""
     if count == len(best):
         if value <= best[count - 1]:
             return count

@@ -39,7 +39,7 @@ NUM_FIELDS = 6
 
 @jit
 def insert(text, links, heads, place, token_id, context):
-    """Write a token to its place, which ends the text; returns the number of new entries.
+    """Write a token to its place, which ends the text; return the number of new entries.
 
     `context`, [LONGEST_KEY] int32, is scratch.
     """
@@ -82,15 +82,15 @@ def rehash(text, heads, larger):
 
 @jit
 def grow(text, links, heads, length, limits, rates, min_score, nodes, scores):
-    """Fill `nodes` [max_nodes, 6] and `scores` [max_nodes], best first; returns how many.
+    """Fill `nodes` [max_nodes, 6] and `scores` [max_nodes], best first; return their number.
 
-    `scores` and `order` hold the nodes so far and, behind them, the best candidates by score: the
+    `scores` and `order` hold the nodes so far and, after them, the best candidates by score: the
     first candidate becomes the next node.
     """
     min_ngram, max_ngram = limits
     max_nodes = len(scores)
     buffer = np.empty(max_nodes + max_ngram, np.int32)
-    behind = _gather(text, length, buffer[max_nodes:])
+    known = _gather(text, length, buffer[max_nodes:])
     found = np.empty((MOST_VISITS, NUM_FIELDS), np.int32)
     ranked, order = np.empty((max_nodes, NUM_FIELDS), np.int32), np.empty(max_nodes, np.int32)
     scratch = np.empty(NUM_KEYS, np.int64), np.empty(NUM_LEVELS, np.int32), found
@@ -99,7 +99,7 @@ def grow(text, links, heads, length, limits, rates, min_score, nodes, scores):
     while node + 1 < max_nodes:
         shortest = _shortest_key(best_rates, score, min_score, scores, num_ranked)
         if shortest < NUM_KEYS:
-            context = buffer[max_nodes - depth :][: min(depth + behind, max_ngram)]
+            context = buffer[max_nodes - depth :][: min(depth + known, max_ngram)]
             _write_path(nodes, node, context[:depth])
             num_found = _look_up(text, links, heads, context, min_ngram, shortest, scratch)
             for i in range(num_found):
@@ -117,14 +117,8 @@ def grow(text, links, heads, length, limits, rates, min_score, nodes, scores):
 
 
 @jit
-def bucket_of(level, count, total):
-    share = (NUM_SHARES * count + total - 1) // total - 1
-    return (level * NUM_SHARES + share) * NUM_TOTALS + min(NUM_TOTALS, total) - 1
-
-
-@jit
 def _gather(text, place, context):
-    """Fill `context`, newest first, with the tokens before `place`; returns how many there are."""
+    """Fill `context`, newest first, with the tokens before `place`; return their number."""
     known = 0
     while known < len(context) and place > known and text[place - 1 - known] > BORDER:
         context[known] = text[place - 1 - known]
@@ -142,7 +136,7 @@ def _write_path(nodes, node, context):
 
 @jit
 def longer_key(key, context, k):
-    """Hash of the context's last `2**k` tokens, computed from that of the next shorter key."""
+    """Return the hash of the context's last `2**k` tokens, from that of the next shorter key."""
     for i in range((1 << k) >> 1, 1 << k):
         key = (key ^ np.uint64(context[i] + 1)) * np.uint64(0x9E3779B97F4A7C15)
         key ^= key >> np.uint64(32)
@@ -156,7 +150,7 @@ def _first_slot(key, num_slots):
 
 @jit
 def _find(text, heads, context, k, key):
-    """Slot of the context's last `2**k` tokens: that of their entry, or where it belongs."""
+    """Return the slot of the context's last `2**k` tokens: that of their entry, or a free one."""
     slot = _first_slot(key, len(heads))
     while True:
         entry = heads[slot]
@@ -172,7 +166,7 @@ def _find(text, heads, context, k, key):
 
 @jit
 def _match_len(text, place, context, equal, most):
-    """Length of the match before `place`, at most `most`; its newest `equal` tokens are known."""
+    """Return the match length before `place`, at most `most`, of which `equal` is known."""
     while equal < most and text[place - 1 - equal] == context[equal]:
         equal += 1
     return equal
@@ -180,9 +174,9 @@ def _match_len(text, place, context, equal, most):
 
 @jit
 def _look_up(text, links, heads, context, min_ngram, shortest, scratch):
-    """Fill `found` with the tokens that followed the context; returns how many there are.
+    """Fill `found` with the tokens that followed the context; return their number.
 
-    Occurrences are visited from the longest key down to `shortest`, without those that a longer key
+    Occurrences are visited from the longest key down to `shortest`, except those that a longer key
     finds too.
     """
     newest, occurrences, found = scratch
@@ -201,17 +195,25 @@ def _look_up(text, links, heads, context, min_ngram, shortest, scratch):
             place = links[place, k]
             if place == FREE:
                 break
-    for level in range(NUM_LEVELS - 1, 0, -1):
-        occurrences[level - 1] += occurrences[level]
-    for i in range(num_found):
-        level = found[i, LEVEL]
-        found[i, BUCKET] = bucket_of(level, found[i, COUNT], occurrences[level])
+    set_buckets(found, num_found, occurrences)
     return num_found
 
 
 @jit
+def set_buckets(found, num_found, occurrences):
+    """Set the bucket of each token, from its COUNT of the `occurrences` of its LEVEL or more."""
+    for level in range(NUM_LEVELS - 1, 0, -1):
+        occurrences[level - 1] += occurrences[level]
+    for i in range(num_found):
+        level = found[i, LEVEL]
+        total = occurrences[level]
+        share = (NUM_SHARES * found[i, COUNT] + total - 1) // total - 1
+        found[i, BUCKET] = (level * NUM_SHARES + share) * NUM_TOTALS + min(NUM_TOTALS, total) - 1
+
+
+@jit
 def _newest_places(text, heads, context, newest):
-    """Fill `newest[k]` with each key's newest occurrence; returns the longest `k`, or -1."""
+    """Fill `newest[k]` with each key's newest occurrence; return the longest `k`, or -1."""
     key = np.uint64(0)
     for k in range(NUM_KEYS):
         if len(context) < 1 << k:
@@ -226,7 +228,7 @@ def _newest_places(text, heads, context, newest):
 
 @jit
 def _note(found, num_found, token, level):
-    """Count an occurrence for the token after it, unless one of a higher level decides about it."""
+    """Count an occurrence for the token after it, unless a longer match decides about it."""
     for i in range(num_found):
         if found[i, TOKEN] == token:
             if level > found[i, LEVEL]:
@@ -241,7 +243,7 @@ def _note(found, num_found, token, level):
 
 @jit
 def _best_rate_of_keys(rates):
-    """Highest rate among the matches that each key finds, [keys]."""
+    """Return the highest rate among the matches that each key finds, [keys]."""
     best = np.zeros(NUM_KEYS)
     for bucket in range(len(rates)):
         k = KEY_OF_LEVEL[bucket // (NUM_SHARES * NUM_TOTALS)]
@@ -251,7 +253,7 @@ def _best_rate_of_keys(rates):
 
 @jit
 def _shortest_key(best_rates, score, min_score, scores, num_ranked):
-    """First key that may find a child good enough for the tree; `NUM_KEYS` if none may."""
+    """Return the first key that may find a child good enough for the tree, or `NUM_KEYS`."""
     for k in range(NUM_KEYS):
         reach = score * best_rates[k]
         if reach >= min_score and (num_ranked < len(scores) or reach > scores[-1]):

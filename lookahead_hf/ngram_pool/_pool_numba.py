@@ -1,8 +1,8 @@
 """Compiled growth of a pool's tree; `tests/oracles/pool.py` does the same in plain Python.
 
-A tree grows from the occurrences of its context alone: they are read onwards, token by token, while
-the suffix index looks every node up again. That finds 2 to 3 % fewer of the tokens, but memory of
-this size is slow: reading onwards visits 60 places, not 60 for every node.
+The occurrences of the context are read onwards, token by token, while the suffix index looks every
+node up again. That finds 2 to 3 % fewer of the tokens, but memory of this size is slow: it visits
+60 places, not 60 for every node.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -23,9 +23,9 @@ from lookahead_hf.ngram_pool._numba import (
     PARENT,
     TOKEN,
     VISITS,
-    bucket_of,
     longer_key,
     rank,
+    set_buckets,
 )
 from lookahead_hf.ngram_pool._pool_table import (
     append,
@@ -39,7 +39,7 @@ from lookahead_hf.ngram_pool.matches import BORDER, NUM_KEYS
 
 __all__ = ["append", "grow"]
 
-# Columns of `ranked` and `children` behind those of a node: the occurrences of its path in `found`.
+# Columns of `ranked` and `children` after those of a node: the occurrences of its path in `found`.
 FIRST, LAST = NUM_FIELDS, NUM_FIELDS + 1
 NUM_COLUMNS = NUM_FIELDS + 2
 # Rows of `found`: age of the next token, length of the match before it, the token itself.
@@ -51,10 +51,10 @@ def grow(
     log, links, table, num_added, max_tokens, time_bits,
     vocab_size, context, limits, rates, min_score, scores, nodes,
 ):  # fmt: skip
-    """Fill `scores` [max_nodes] and `nodes` [4, max_nodes], best first; returns how many.
+    """Fill `scores` [max_nodes] and `nodes` [4, max_nodes], best first; return their number.
 
-    Occurrences are looked up for the context alone. Those of a node's path are adjacent in `found`;
-    growing the node sorts them by the token that comes next.
+    The occurrences of a node's path are adjacent in `found`; growing the node sorts them by the
+    token that comes next.
     """
     min_ngram, max_ngram = limits
     head, live = num_added % max_tokens, min(num_added, max_tokens)
@@ -85,7 +85,7 @@ def grow(
 
 @jit
 def _look_up(log, links, table, head, live, now, time_bits, context, min_ngram, found):
-    """Fill `found` with the newest occurrences of the context's suffixes; returns how many.
+    """Fill `found` with the newest occurrences of the context's suffixes; return their number.
 
     Those of the longest key come first; a shorter key does not repeat them.
     """
@@ -119,8 +119,8 @@ def _look_up(log, links, table, head, live, now, time_bits, context, min_ngram, 
 def _follow_links(log, links, head, live, longest, ages, found):
     """Fill `ages` [keys, visits] with the older occurrences of each key, 0 after the last.
 
-    This only loads links and tokens, without comparing any, so that the reads of all keys wait for
-    the memory at the same time.
+    This loads links and tokens without comparing any, so that the reads of all keys wait for the
+    memory at the same time.
     """
     for visit in range(1, VISITS[0]):
         for k in range(longest + 1):
@@ -135,7 +135,7 @@ def _follow_links(log, links, head, live, longest, ages, found):
 
 @jit
 def _read_next(log, head, vocab_size, found, first, last):
-    """Read the next token of each occurrence; returns the new `last`, without those that end."""
+    """Read the next token of each occurrence, and drop those that end; return the new `last`."""
     kept = first
     for i in range(first, last):
         if found[AGE, i] > 0:
@@ -149,7 +149,7 @@ def _read_next(log, head, vocab_size, found, first, last):
 
 @jit
 def _sort_children(found, first, last, max_ngram, children):
-    """Sort occurrences by their next token and advance past it; returns the number of tokens."""
+    """Sort occurrences by their next token and advance past it; return the number of tokens."""
     occurrences = np.zeros(NUM_LEVELS, np.int32)
     num_children = 0
     while first < last:
@@ -168,17 +168,13 @@ def _sort_children(found, first, last, max_ngram, children):
             found[LENGTH, i] = min(match_len + 1, max_ngram)
         num_children += 1
         first = end
-    for level in range(NUM_LEVELS - 1, 0, -1):
-        occurrences[level - 1] += occurrences[level]
-    for i in range(num_children):
-        child = children[i]
-        child[BUCKET] = bucket_of(child[LEVEL], child[COUNT], occurrences[child[LEVEL]])
+    set_buckets(children, num_children, occurrences)
     return num_children
 
 
 @jit
 def _group(found, first, last):
-    """Move the occurrences with the first one's next token next to it; returns their end."""
+    """Move the occurrences with the first one's next token next to it; return their end."""
     end = first + 1
     for i in range(first + 1, last):
         if found[NEXT, i] == found[NEXT, first]:

@@ -4,15 +4,15 @@ A pool consists of three arrays, which `store.Contents` owns and enlarges:
 
 * `log`: the tokens in the order of their arrival, a negative one between two texts. In a full log
   the newest token overwrites the oldest.
-* `links[p, k]`: how many tokens before place `p` its key k last occurred; 0: never. Key k is the
-  `2**k` tokens before `p`; an occurrence is the place of the token that follows it.
+* `links[p, k]`: how many tokens before place `p` its key k last occurred; 0: never. Keys and
+  occurrences are those of `_numba`.
 * `table`: a hash table in buckets. An entry is the newest occurrence of a key: its arrival time in
   the low bits, a tag (some bits of the key's hash) above them. Free ways come last in their bucket;
   a full bucket gives up its oldest entry.
 
-A token is addressed by its *age*: the newest has age 1, the oldest age `live`. Entries and links
-count only if the age that they lead to is at most `live` and the tokens there are the key. That
-detects what was overwritten, and no file, whatever it holds, makes us read outside the log.
+A token is addressed by its *age*: the newest has age 1, the oldest age `live`. An entry or link
+counts only if its age is at most `live` and the tokens there are the key. That detects what was
+overwritten, and no file, whatever it holds, makes us read outside the log.
 
 The table grows bucket by bucket (linear hashing, Litwin 1980), so no addition waits for a rehash.
 """
@@ -33,7 +33,7 @@ FREE = 0
 
 @jit
 def append(log, links, table, num_buckets, num_added, max_tokens, time_bits, token_ids):
-    """Append tokens, for which the arrays have room; returns the change in the number of borders.
+    """Append tokens, for which the arrays have room; return the change in the number of borders.
 
     `table` has the buckets that are needed afterwards, of which `num_buckets` are in use.
     """
@@ -70,7 +70,7 @@ def append(log, links, table, num_buckets, num_added, max_tokens, time_bits, tok
 
 @jit
 def newest_occurrence(log, table, num_buckets, head, live, now, time_bits, context, k, key):
-    """Bucket and way of key k's entry and the age of its newest occurrence, 0 if none is known.
+    """Return the bucket and way of a key's entry and the age of its newest occurrence, 0 for none.
 
     The context is newest first, and `key` is the hash of its last `2**k` tokens. The way of an
     unknown key is the one that its entry would take: a free one, or that of the oldest entry.
@@ -94,7 +94,7 @@ def newest_occurrence(log, table, num_buckets, head, live, now, time_bits, conte
 
 @jit
 def match_length(log, head, live, age, context, most):
-    """Length of the match before the token of that age, at most `most`."""
+    """Return the match length before the token of that age, at most `most`."""
     most = min(most, live - age)
     equal = 0
     while equal < most and log[place_of(log, head, age + 1 + equal)] == context[equal]:
@@ -104,20 +104,20 @@ def match_length(log, head, live, age, context, most):
 
 @jit
 def place_of(log, head, age):
-    """Place of the token of that age, which is at most `live`."""
+    """Return the place of the token of that age, which is at most `live`."""
     place = head - age
     return place if place >= 0 else place + len(log)
 
 
 @jit
 def time_of(num_added, time_bits):
-    """Arrival time of the token that follows `num_added` others, never 0."""
+    """Return the arrival time of the token that follows `num_added` others, never 0."""
     return 1 + num_added % ((1 << time_bits) - 1)
 
 
 @jit
 def age_of(entry, now, time_bits):
-    """Age of an entry's token, 1 or more; the next token would arrive at the time `now`."""
+    """Return the age of an entry's token, 1 or more; the next token would arrive at `now`."""
     period = (np.int64(1) << time_bits) - 1
     age = now - (np.int64(entry) & period)
     return age if age > 0 else age + period
@@ -125,7 +125,7 @@ def age_of(entry, now, time_bits):
 
 @jit
 def bucket_of_key(key, num_buckets):
-    """Bucket of a key: as many bits of its hash as number the buckets, or one bit less."""
+    """Return the bucket of a key: the bits of its hash that number the buckets, or one bit less."""
     mask = num_buckets - 1
     for shift in (1, 2, 4, 8, 16):
         mask |= mask >> shift
@@ -135,7 +135,7 @@ def bucket_of_key(key, num_buckets):
 
 @jit
 def tag_of(key, time_bits):
-    """Bits of the key's hash that an entry keeps."""
+    """Return the bits of the key's hash that an entry keeps."""
     return np.int64(key & np.uint64(0xFFFFFFFF)) >> time_bits
 
 
@@ -174,7 +174,7 @@ def _split(log, table, new, head, live, now, time_bits, context):
 
 @jit
 def _key_of_entry(log, head, live, now, time_bits, entry, bucket, num_buckets, context):
-    """Hash of the key of an entry, 0 if the log no longer holds it."""
+    """Return the hash of an entry's key, 0 if the log no longer holds it."""
     key = np.uint64(0)
     age = age_of(entry, now, time_bits)
     if age < live:
@@ -193,7 +193,7 @@ def _key_of_entry(log, head, live, now, time_bits, entry, bucket, num_buckets, c
 
 @jit
 def _gather(log, place, known, context):
-    """Fill `context`, newest first, with the `known` tokens before `place`; returns how many."""
+    """Fill `context`, newest first, with the `known` tokens before `place`; return their number."""
     for i in range(min(known, len(context))):
         context[i] = log[place_of(log, place, i + 1)]
         if context[i] <= BORDER:

@@ -1,6 +1,6 @@
 """Compiled functions that serve the suffix indexes of many rows in one call.
 
-An index is known by its *state*, a row of int64: the addresses and sizes of its arrays, and how far
+A row of int64, the *state*, describes an index: the addresses and sizes of its arrays, and how far
 they are filled. `suffix_index` keeps the arrays alive and the states up to date.
 """
 
@@ -49,7 +49,6 @@ def _pointer(_, address):
 
 @jit
 def _arrays(state):
-    """`text`, `links` and `heads` of an index."""
     room = state[TEXT_ROOM]
     text = carray(_pointer(state[TEXT]), (room,), np.int32)
     links = carray(_pointer(state[LINKS]), (room, NUM_KEYS), np.int32)
@@ -60,8 +59,8 @@ def _arrays(state):
 def insert_rows(states, offsets, token_ids, done):
     """Append to each row's index its tokens from `done` on; return whether all had room.
 
-    `done`, [rows], is counted up; `offsets`, [rows + 1], tell where the rows' tokens lie, and the
-    indexes' states are [rows, 7] int64.
+    `states` are [rows, 7] int64, `offsets` those of the rows' tokens, [rows + 1]; `done`, [rows],
+    is counted up.
     """
     context = np.empty(LONGEST_KEY, np.int32)
     is_complete = True
@@ -86,11 +85,7 @@ def insert_rows(states, offsets, token_ids, done):
 
 @jit
 def grow_rows(states, live, limits, rates, min_score, max_nodes):
-    """Grow the tree of every live row.
-
-    Returns:
-        The fields of a `DraftTree`, and the bucket of each node.
-    """
+    """Grow a tree per live row; return the fields of a `DraftTree` and the nodes' buckets."""
     num_rows = len(states)
     offsets = np.zeros(num_rows + 1, np.int64)
     tokens = np.empty(num_rows * max_nodes, np.int64)

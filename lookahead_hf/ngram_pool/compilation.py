@@ -16,16 +16,16 @@ from contextlib import contextmanager
 logger = logging.getLogger(__name__)
 
 PATIENCE = 20.0
-"""Seconds from which on steps give way to the process that compiles."""
+"""Seconds after which steps begin to give way to the process that compiles."""
 
 MOMENT = 0.005
-"""Seconds for which a step does so: about a seventh of a step's time on two cores."""
+"""Seconds for which a step gives way: about a seventh of its time on two cores."""
 
 IDLE_SECONDS = 30.0
-"""Seconds for which that process runs where cores are idle; then it gets its share of them."""
+"""Seconds for which that process runs only where cores are idle."""
 
 MOST_SECONDS = 120.0
-"""Seconds after which that process is ended, whatever runs beside it, and this one compiles."""
+"""Seconds after which that process is ended, and this one compiles."""
 
 _IN_CHILD = "LOOKAHEAD_HF_COMPILING"
 """Set in the environment of the process that compiles, which starts no other."""
@@ -70,7 +70,7 @@ class NumbaMissingError(ImportError):
     """Drafting needs numba, which is missing or does not work."""
 
     def __init__(self, reason: BaseException | None = None) -> None:
-        """`reason`: the exception that was raised, None if numba was not found."""
+        """Report the exception that was raised, None if numba was not found."""
         self.reason = reason
         is_missing = reason is None or getattr(reason, "name", None) == "numba"
         error = f"{type(reason).__name__}: {reason}"
@@ -83,10 +83,7 @@ class NumbaMissingError(ImportError):
 
 @contextmanager
 def importing_numba() -> Iterator[None]:
-    """Raise NumbaMissingError for anything that importing compiled functions raises.
-
-    numba fails in many ways if other packages do not fit it.
-    """
+    """Raise NumbaMissingError for whatever the import raises: numba fails in many ways."""
     try:
         yield
     except Exception as error:
@@ -97,7 +94,7 @@ class Compilation:
     """Functions that numba has to compile, or to load from disk."""
 
     def __init__(self, name: str) -> None:
-        """`name` is the object's own name in this module."""
+        """Take the object's own name in this module."""
         self.name = name
         self.pending: list[Callable[[], None]] = []
         self.lock = threading.Lock()  # held while functions are compiled or loaded here
@@ -123,7 +120,7 @@ class Compilation:
             raise NumbaMissingError
 
     def compiled(self) -> bool:
-        """Return whether all is compiled (or loaded from numba's cache), so no call waits."""
+        """Return whether all is compiled or loaded, so no call waits."""
         return not self.pending
 
     def ready(self) -> bool:
@@ -132,14 +129,11 @@ class Compilation:
         return self.compiled()
 
     def compile_now(self) -> None:
-        """Compile everything that is not compiled yet, or wait until another thread has done so.
+        """Compile everything that is missing, or wait until another thread has done so.
 
-        This takes some seconds once per installation and tenths of a second later: numba keeps its
+        This takes some seconds once per installation and tenths of a second later: numba keeps
         compiled functions beside the package or, if that folder is read-only, in the user's cache
-        folder (`NUMBA_CACHE_DIR` names another one).
-
-        Raises:
-            NumbaMissingError: numba is missing or cannot be imported.
+        folder (`NUMBA_CACHE_DIR` names another one). NumbaMissingError if numba cannot be imported.
         """
         with self.lock:
             try:
@@ -152,7 +146,7 @@ class Compilation:
                 raise
 
     def wait_until_loaded(self, timeout: float) -> None:
-        """Begin to load the functions if nothing has; wait at most `timeout` seconds for them."""
+        """Begin to load the functions unless that has begun; wait `timeout` seconds at most."""
         before = self.thread
         self.compile_in_background()
         if self.thread is not None and self.thread is not before:
@@ -174,8 +168,8 @@ class Compilation:
     def give_way(self) -> None:
         """Leave the cores for a moment to the process that compiles, once it has worked for long.
 
-        Steps without a pause keep two cores busy, with threads that wait for each other, too. The
-        process would hardly ever run.
+        Otherwise steps without a pause, whose threads wait for each other, would keep it from
+        running.
         """
         has_begun = self.child is not None
         if has_begun and time.monotonic() > self.child_started + PATIENCE and self._is_busy():
@@ -188,7 +182,7 @@ class Compilation:
         self.lock, self.thread, self.child = threading.Lock(), None, None
 
     def _is_busy(self) -> bool:
-        """Whether the functions are being loaded or compiled, here or in the other process."""
+        """Return whether the functions are being loaded or compiled, here or elsewhere."""
         is_loading = self.thread is not None and self.thread.is_alive()
         return is_loading or self._is_compiling_elsewhere()
 
@@ -217,17 +211,14 @@ class Compilation:
     def compile_elsewhere(self) -> bool:
         """Compile in another process, which keeps the functions on disk for this one to load.
 
-        A thread of this process would hold the interpreter's lock for most of its time: a call
-        beside it takes ten times as long. The other process runs where cores are idle, and at
-        normal priority if that took too long. It stays in the session of this one: Linux schedules
-        a session of its own as a group, which steps wait for. If this process ends first, the other
-        goes on and fills the disk for the next.
+        A thread of this process would hold the interpreter's lock for most of its time and make a
+        call ten times as slow. The other process runs where cores are idle, and at normal priority
+        if that took too long. It stays in this session: Linux schedules a session of its own as a
+        group, which steps wait for. If this process ends first, the other goes on and fills the
+        disk for the next.
 
-        Returns:
-            Whether it compiles. It is started once: if it cannot compile or write, this one must.
-
-        Raises:
-            RuntimeError: A signal has ended it, which would end this process, too.
+        Returns whether it compiles. It is started once: if it cannot compile or write, this one
+        must. RuntimeError if a signal has ended it, which would end this process, too.
         """
         if self.child is not None:  # started just now, or ended in vain, or too slow
             if self._is_compiling_elsewhere():
@@ -267,10 +258,10 @@ def _is_installed() -> bool:
 
 
 of_process = Compilation("of_process")
-"""What drafting needs."""
+"""The functions of drafting."""
 
 of_kernels = Compilation("of_kernels")
-"""The kernels for a CPU, which are compiled behind that."""
+"""The kernels for a CPU, which are compiled after them."""
 
 register = of_process.register
 available = of_process.available

@@ -25,12 +25,12 @@ class _OnThread(threading.local):
 
 
 on_thread = _OnThread()
-"""`only_loads`: whether a function that is not on disk raises NotSaved on this thread. One that no
+"""`only_loads`: whether functions that are not on disk raise NotSaved on this thread. One that no
 folder can keep is compiled nevertheless."""
 
 
 class NotSaved(BaseException):
-    """A function is not on disk. Code that handles a failing compilation must not catch this."""
+    """A function is not on disk; code that handles a failing compilation must not catch this."""
 
 
 def jit(function: Callable[..., Any]) -> Any:
@@ -56,7 +56,6 @@ class EntryPoint:
 
     @cached_property
     def address(self) -> int:
-        """Return the address of the compiled function."""
         compiled: Any = CFunc(*self._arguments)
         _kept(compiled, self._arguments[0], _folder_of(self._arguments[0])).compile()
         self._compiled = compiled  # which owns the code
@@ -64,10 +63,7 @@ class EntryPoint:
 
 
 def _folder_of(function: Callable[..., Any]) -> tuple[Any, ...]:
-    """Return what tells whether a file beside that of a function has changed.
-
-    The functions that it calls are in these files. numba looks at the function's own file.
-    """
+    """Return names, times and sizes of the files beside a function's, which numba ignores."""
     try:
         files = sorted(Path(function.__code__.co_filename).parent.glob("*.py"))
         return tuple((each.name, each.stat().st_mtime_ns, each.stat().st_size) for each in files)
@@ -76,7 +72,7 @@ def _folder_of(function: Callable[..., Any]) -> tuple[Any, ...]:
 
 
 def _kept(compiled: Any, function: Callable[..., Any], depends_on: tuple[Any, ...] = ()) -> Any:
-    """Give a function of numba's our cache, which is what `cache=True` does with numba's own."""
+    """Give a numba function our cache, as `cache=True` gives it numba's own."""
     try:
         compiled._cache = TolerantCache(function)
         compiled._cache.depends_on = depends_on
@@ -86,9 +82,7 @@ def _kept(compiled: Any, function: Callable[..., Any], depends_on: tuple[Any, ..
 
 
 class TolerantCache(FunctionCache):
-    """numba's cache on disk; after a full disk or a damaged file it compiles again.
-
-    With numba's own cache, such an error ends the call of the function to be compiled.
+    """numba's cache on disk, which compiles again after a full disk or a damaged file.
 
     Attributes:
         depends_on: What else the compiled code depends on, besides the function's own file.
@@ -100,7 +94,6 @@ class TolerantCache(FunctionCache):
         return (*super()._index_key(sig, codegen), self.depends_on)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Return the compiled function, None if the cache does not have it."""
         found = None
         try:
             found = super().load_overload(sig, target_context)
@@ -113,7 +106,6 @@ class TolerantCache(FunctionCache):
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Keep a compiled function, if that is possible."""
         try:
             super().save_overload(sig, data)
         except Exception as error:

@@ -11,10 +11,10 @@ BORDER = -1
 """Separates two texts in an index: no match contains it, and no text continues into it."""
 
 NUM_KEYS = 4
-"""Key k is the last `2**k` tokens. Comparing tokens finds the match lengths in between."""
+"""Key k is the last `2**k` tokens; comparing tokens finds the match lengths in between."""
 
 VISITS = (32, 16, 8, 4)
-"""Number of occurrences of each key that a look-up visits, newest first."""
+"""Occurrences of each key that a look-up visits, newest first."""
 
 LEVELS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 32)
 """Shortest match length of each class of match lengths."""
@@ -29,8 +29,8 @@ LONGEST_MATCH = LEVELS[-1]
 class Continuations:
     """A tree of tokens that may follow a text, best paths first, parents before children.
 
-    The longest matches before a token decide its bucket: the class of their length, how many
-    matches of that class or a higher one there are, and what share of them the token followed.
+    The longest matches before a token decide its bucket: the class of their length, the number of
+    matches of that class or a higher one, and the share of them that the token followed.
     """
 
     score: np.ndarray  # [nodes] float64, product of the buckets' rates along the path
@@ -46,11 +46,7 @@ def level_of(match_len: int) -> int:
 
 
 def check_limits(min_ngram: int, max_ngram: int) -> None:
-    """Check the shortest and the longest match length of a look-up.
-
-    Raises:
-        ValueError: They are not integers with `1 <= min_ngram <= max_ngram <= 32`.
-    """
+    """Raise ValueError if match lengths are not ints with `1 <= min_ngram <= max_ngram <= 32`."""
     # A bool is an int to Python; comparing an array with a number yields no truth value.
     are_ints = {type(min_ngram), type(max_ngram)} == {int}
     if not are_ints or not 1 <= min_ngram <= max_ngram <= LONGEST_MATCH:

@@ -24,7 +24,7 @@ from lookahead_hf.ngram_pool.matches import (
 from lookahead_hf.ngram_pool.store import MOST_TOKENS, MOST_VOCABULARY, Contents
 
 CHUNK = 1024
-"""Tokens that are added at once: the most that a look-up of another thread has to wait for."""
+"""Tokens that are added at once: the most that another thread's look-up waits for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,8 @@ class PoolInfo:
 class NgramPool:
     """Remembers the newest tokens of all texts that were added, and finds n-grams in them.
 
-    The oldest texts leave first. An n-gram leaves with its last occurrence, so frequent n-grams
-    stay. Of a frequent n-gram only the newest occurrences are counted, so old habits fade. All
-    methods may be called from several threads.
+    The oldest texts leave first, an n-gram with its last occurrence. So frequent n-grams stay, but
+    only their newest occurrences count. All methods may be called from several threads.
 
     A loaded pool reads its file on demand and never writes to it: added texts stay in this process
     until `save`. The file may be deleted or replaced meanwhile, but not written into: every method
@@ -139,7 +138,7 @@ class NgramPool:
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        """Tokens that the pool holds."""
+        """Return the number of tokens that the pool holds."""
         return self._contents.live - self._contents.num_texts
 
     @property
@@ -184,8 +183,7 @@ class NgramPool:
         If only the other pool knows its tokenizer, this pool adopts it.
 
         Raises:
-            ValueError: The pools have different vocabulary sizes or tokenizers, one has token ids
-                that the other cannot have, or `other` is not a pool.
+            ValueError: `other` is not a pool, or the pools' vocabularies or tokenizers do not fit.
         """
         if not isinstance(other, NgramPool):
             raise ValueError(f"expected an NgramPool to merge, got {other!r}")

@@ -1,8 +1,7 @@
 """Contents of a pool, and its file: safetensors, opened by memory map, replaced as a whole.
 
 Tensors: `table` U32 [buckets, 16], `links` U32 [tokens, 4] and `log` I32 [tokens], as described in
-`_pool_table`. `__metadata__` holds the numbers of `Contents` and a SHA-256 of everything, as
-decimal and hexadecimal text.
+`_pool_table`. `__metadata__` holds the numbers of `Contents` and a SHA-256 of everything, as text.
 
 A process that has a file open keeps its contents when the file is replaced, but not when the file
 is written into. If it was cut short, the system even ends a process that reads on (SIGBUS), so
@@ -24,7 +23,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from lookahead_hf.ngram_pool.matches import NUM_KEYS
-from lookahead_hf.places import replacing
+from lookahead_hf.utils.files import replacing
 
 FORMAT = "lookahead_hf.ngram_pool"
 VERSION = 1
@@ -39,12 +38,12 @@ FEWEST_BUCKETS = 256
 """A power of two."""
 
 ROOM_TO_GROW = 6
-"""Entries per token that a growing table has room for. Natural text needs 1 to 2, of 4 that are
-possible, but a bucket that is not split yet is twice as full as the others."""
+"""Entries per token that a growing table has room for. Natural text needs 1 to 2 of 4 possible
+ones, but a bucket that is not split yet is twice as full as the others."""
 
 ROOM_AT_MOST = 4.5
 """Entries per token of a full pool that the largest table has room for. Its number of buckets is a
-power of two, so the actual room may be as little as half of that."""
+power of two, so the actual room may be half of that."""
 
 MOST_VOCABULARY = 2**31 - 1
 
@@ -55,7 +54,7 @@ _ALIGNMENT = 64
 
 
 class OpenFile:
-    """A mapped file: detects whether it was written into since it was opened."""
+    """A mapped file that detects whether it was written into since it was opened."""
 
     def __init__(self, path: str | os.PathLike[str], file: BinaryIO) -> None:
         self._path, self._number = os.fspath(path), os.dup(file.fileno())
@@ -63,7 +62,6 @@ class OpenFile:
         self._state = self._look()
 
     def check(self) -> None:
-        """Raise ValueError if the file was written into."""
         if self._look() != self._state:
             raise ValueError(
                 f"{self._path}: the file was written into while it was open, so this pool can no "
@@ -78,7 +76,7 @@ class OpenFile:
 
 @dataclass(eq=False)
 class Contents:
-    """The arrays of a pool and the facts that its file stores.
+    """The arrays of a pool and the numbers that its file stores.
 
     Attributes:
         num_added: Tokens and borders that were ever added; `num_texts` borders are in the log.
@@ -105,7 +103,6 @@ class Contents:
 
     @property
     def num_buckets(self) -> int:
-        """Buckets of the table that are in use."""
         wanted = max(FEWEST_BUCKETS, ROOM_TO_GROW * self.live // WAYS)
         largest = max(FEWEST_BUCKETS, int(ROOM_AT_MOST * self.max_tokens / WAYS))
         return min(wanted, 1 << largest.bit_length() - 1)
@@ -120,7 +117,6 @@ class Contents:
         return replace(self, num_added=self.num_added + num_tokens)
 
     def make_room(self, num_tokens: int) -> None:
-        """Enlarge the arrays if `num_tokens` more do not fit into them."""
         after = self.later(num_tokens)
         # Room for twice as many, so that the arrays are seldom copied.
         ahead = after.later(after.num_added)
@@ -131,7 +127,6 @@ class Contents:
             self.table = enlarged(self.table, ahead.num_buckets)
 
     def check_file(self) -> None:
-        """Raise ValueError if the arrays are mapped from a file that was written into."""
         if self.file is not None:
             self.file.check()
 
@@ -156,7 +151,6 @@ class Contents:
         return layout
 
     def numbers(self) -> dict[str, str]:
-        """Return everything but the arrays, as text."""
         names = ("max_tokens", "num_added", "num_texts", "vocab_size", "tokenizer_fingerprint")
         values = {name: getattr(self, name) for name in names}
         return {name: str(value) for name, value in values.items() if value is not None}
@@ -218,7 +212,6 @@ def read(path: str | os.PathLike[str], verifies: bool = False) -> Contents:
 
 
 def _parsed(path: str | os.PathLike[str], header: bytes) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return the metadata and the tensors of a header."""
     try:
         tensors = json.loads(header)
         metadata = tensors.pop("__metadata__")
@@ -237,7 +230,7 @@ def _parsed(path: str | os.PathLike[str], header: bytes) -> tuple[dict[str, str]
 
 
 def _contents(metadata: dict[str, str], file: OpenFile) -> Contents:
-    """Return contents with the numbers of the metadata and without arrays; check the numbers."""
+    """Return contents with the numbers of the metadata, which are checked, and without arrays."""
     vocab_size, fingerprint = metadata.get("vocab_size"), metadata.get("tokenizer_fingerprint")
     contents = Contents(
         max_tokens=int(metadata["max_tokens"]),

@@ -16,14 +16,12 @@ from lookahead_hf.ngram_pool.store import enlarged
 ENTRIES_PER_TOKEN = 2.6
 
 SPARE = 256
-"""Tokens that a row gets room for beyond those that it lacks room for. Moving the tables of a row
-takes 50 microseconds, and with many short texts some row would move in every step."""
+"""Tokens of room beyond those that a row lacks room for. Moving a row's tables takes 50
+microseconds, and with many short texts some row would move in every step."""
 
 
 class SuffixIndexes:
     """Finds what followed the longest suffixes of each row's text earlier in that text.
-
-    Compiled functions serve all rows of a batch in one call.
 
     Example:
         >>> indexes = SuffixIndexes(1)
@@ -36,9 +34,7 @@ class SuffixIndexes:
     def __init__(self, num_rows: int, min_ngram: int = 1, max_ngram: int = LONGEST_MATCH) -> None:
         """Start an empty index per row, with matches of `min_ngram` to `max_ngram` tokens.
 
-        Raises:
-            NumbaMissingError: numba is missing or cannot be imported.
-            ValueError: Not `1 <= min_ngram <= max_ngram <= 32`.
+        NumbaMissingError if numba cannot be imported; ValueError as in `check_limits`.
         """
         check_limits(min_ngram, max_ngram)
         self._limits = (min_ngram, max_ngram)
@@ -48,7 +44,6 @@ class SuffixIndexes:
             self.clear(row)
 
     def clear(self, row: int) -> None:
-        """Forget the text of a row."""
         self._states[row] = 0
         text, links = np.empty(0, np.int32), np.empty((0, NUM_KEYS), np.int32)
         self._set(row, text, links, np.full(64, -1, np.int32))
@@ -58,11 +53,9 @@ class SuffixIndexes:
         return int(self._states[row, _functions().LENGTH])
 
     def extend(self, offsets: np.ndarray, token_ids: Sequence[int] | np.ndarray) -> None:
-        """Append tokens to the text of every row.
+        """Append tokens to the text of every row; a negative id is a border.
 
-        Args:
-            offsets: Where the rows' tokens lie, [rows + 1] int64.
-            token_ids: Tokens of all rows, [tokens]; a negative id is a border.
+        `offsets` are those of the rows' tokens, [rows + 1] int64; `token_ids` are [tokens].
         """
         # Copies, since numba would compile again for read-only or strided arrays.
         offsets, token_ids = np.array(offsets, np.int64), np.array(token_ids, np.int64)
@@ -87,7 +80,7 @@ class SuffixIndexes:
         return grown
 
     def _make_room(self, row: int, num_tokens: int) -> None:
-        """Make room for so many more tokens in the text, and about as many in the table."""
+        """Make room for `num_tokens` more in the text, and about as many in the table."""
         functions, (text, links, heads) = _functions(), self._arrays[row]
         length = self.length(row) + num_tokens
         if length > len(text):
@@ -103,7 +96,7 @@ class SuffixIndexes:
         self._set(row, text, links, heads)
 
     def _set(self, row: int, text: np.ndarray, links: np.ndarray, heads: np.ndarray) -> None:
-        """Keep the arrays of a row, and write into its state where they are."""
+        """Keep the arrays of a row, and write their addresses and sizes into its state."""
         self._arrays[row] = arrays = text, links, heads
         addresses = [array.ctypes.data for array in arrays]
         self._states[row, :5] = *addresses, len(text), len(heads)

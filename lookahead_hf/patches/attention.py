@@ -1,10 +1,9 @@
-"""Attention inside our forwards: the query heads of a group as rows, or our own kernel."""
+"""Attention inside our forwards: grouped query heads as rows of one call, or our own kernel."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,34 +11,34 @@ from torch import nn
 from lookahead_hf import compat
 from lookahead_hf.model import compiled
 from lookahead_hf.model.facts import facts_of
-from lookahead_hf.patches import tree_attention
+from lookahead_hf.patches import tree_attention, trust
 from lookahead_hf.patches.forward import ForwardContext, current
 from lookahead_hf.patches.tree_attention import BlockTree
 
 SERVED = ("eager", "sdpa")
-"""Implementations that take an additive mask of our own. In the place of flash attention, which
-takes none, steps use one of them or our kernel."""
+"""Implementations that accept an additive mask. Flash attention does not, so draft steps use one of
+these or our kernel instead."""
 
 _PREFIX = "lookahead:"
-"""Before the name of the implementation that ours lies under."""
+"""Begins the names of our attention; the model's own follows."""
 
 
 class _Name(str):
-    """The name of our attention; a pickle or deep copy of it is that of the model's own."""
+    """The name of our attention; pickled or copied, it is that of the model's own."""
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
         return str, (self.removeprefix(_PREFIX),)
 
 
 def configs_of(model: nn.Module) -> list[Any]:
-    """Return the configurations whose attention ours may lie under."""
+    """Return the configurations whose attention ours may replace."""
     return compat.registry_configs(model, facts_of(model).attention_configs)
 
 
 def put_under(model: nn.Module, configs: Sequence[Any]) -> None:
-    """Put our attention under the model's own, by the names that its configurations hold.
+    """Replace the model's attention by ours, by the names that its configurations hold.
 
-    A plain call of another thread on the same model passes through our attention unchanged.
+    In forwards that are not ours, such as those of other threads, it is the model's own.
     """
     replaced = _replaced(model)
     for config in configs:
@@ -48,18 +47,19 @@ def put_under(model: nn.Module, configs: Sequence[Any]) -> None:
 
 
 def take_out(configs: Sequence[Any]) -> None:
-    """Give the configurations the names of the model's own attention again."""
+    """Restore the names of the model's own attention."""
     for config in configs:
         if (own := own_name(config)) != compat.attention_name(config):
             compat.set_attention_name(config, own)
 
 
 def _replaced(model: nn.Module) -> tuple[str, ...]:
-    """Implementations that ours go under: sdpa, and that of the text where it is flash attention.
+    """Return the implementations that ours replace: sdpa, and the text's flash attention.
 
-    Eager attention is each modelling file's own, so only where flash attention could stand for it
-    (soft-capped scores, sinks, which sdpa has not) and where our kernel may. None under compiled
-    code, which was made for the name and would not stand what a step's layers share.
+    Eager attention is each modelling file's own. It is replaced only where flash attention could
+    stand for it (soft-capped scores and sinks, which sdpa lacks) and where our kernel may attend.
+    Compiled models are left alone: they were traced for the original attention and cannot read
+    per-step state.
     """
     if compiled.is_compiled(model):
         return ()
@@ -78,14 +78,14 @@ def is_ours_everywhere(model: nn.Module) -> bool:
 
 
 def replaces(model: nn.Module, name: str) -> bool:
-    """Return whether `patched` puts our attention under all attention of this name."""
+    """Return whether `patched` replaces all attention of this name by ours."""
     laid = set(map(id, configs_of(model)))
     of_name = [each for each in facts_of(model).attention_configs if own_name(each) == name]
     return name in _replaced(model) and all(id(each) in laid for each in of_name)
 
 
 def own_name(config: Any) -> str | None:
-    """The name of the model's own attention, also while ours lies under it."""
+    """Return the name of the model's own attention, also while ours replaces it."""
     name = compat.attention_name(config)
     return None if name is None else name.removeprefix(_PREFIX)
 
@@ -111,75 +111,74 @@ def _ours(name: str) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         context = current()
-        attend = partial(_attend, context, name, module, dropout, scaling, kwargs)
+        kwargs |= {"dropout": dropout, "scaling": scaling}
+        call = _Call(context, name, module, kwargs)
         if context is None or context.flat is None:
-            return attend(query, key, value, attention_mask)
-        return context.flat.attend(attention_mask, query, key, value, attend), None
+            return call.attend(query, key, value, attention_mask)
+        return context.flat.attend(attention_mask, query, key, value, call.attend), None
 
     return attention
 
 
-def _attend(
-    context: ForwardContext | None,
-    name: str,
-    module: nn.Module,
-    dropout: float,
-    scaling: float | None,
-    kwargs: dict[str, Any],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend as the function registered by a name does, in our way where we have one."""
-    registered, is_stock = _function(context, name, module)
-    more = kwargs.get("softcap"), kwargs.get("s_aux")
-    if compat.is_flash(registered):
-        if context is None or mask is None or mask.dim() == 2:
-            named = compat.under_own_name(module, name)
-            given = query, key, value, mask
-            return registered(named, *given, dropout=dropout, scaling=scaling, **kwargs)
-        # It takes no mask of ours. What stands in for it has all that the layer asks for.
-        registered = compat.SDPA if more == (None, None) else None
-    if context is not None and is_stock and kwargs.get("position_bias") is None:
-        # sdpa refuses these or looks past them, as transformers' version has it.
-        has_them = registered is None or more == (None, None)
-        tree = context.tree(mask) if has_them else None
-        out = _by_kernel(context, tree, query, key, value, scaling, kwargs)
-        if out is not None:
-            return out, None
-        if registered is not None and _folds(query, key, mask, kwargs):
-            groups = query.shape[1] // key.shape[1]
-            mask = None if mask is None else _folded(context, mask, groups)
-            out = fold(query, key, value, mask, groups, scaling)
-            # A flat block copies it into another order, so that a copy here would be wasted.
-            return (out if context.flat else out.contiguous()), None
-    original = registered or compat.eager_attention(module)
-    is_replaced = context is not None and registered is not None and not is_stock
-    if is_replaced and mask is not None and mask.dtype != torch.bool:
-        mask = mask == 0  # as transformers gives it to sdpa
-    return original(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+class _Call(NamedTuple):
+    """A call of a layer's attention, without queries, keys, values and the mask."""
+
+    context: ForwardContext | None
+    name: str
+    module: nn.Module
+    kwargs: dict[str, Any]
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend as the function of this name does, in our way where we have one."""
+        context, kwargs = self.context, self.kwargs
+        function, is_stock = registered(context, self.name, self.module)
+        is_simple = kwargs.get("softcap") is None and kwargs.get("s_aux") is None
+        if compat.is_flash(function):
+            if context is None or mask is None or mask.dim() == 2:
+                named = compat.under_own_name(self.module, self.name)
+                return function(named, query, key, value, mask, **kwargs)
+            # It takes no mask of ours. Its replacement has all that the layer asks for.
+            function = compat.SDPA if is_simple else None
+        if context is not None and is_stock and kwargs.get("position_bias") is None:
+            # Depending on its version, transformers' sdpa refuses or ignores soft caps and sinks.
+            tree = context.tree(mask) if function is None or is_simple else None
+            out = _by_kernel(context, tree, query, key, value, kwargs)
+            if out is not None:
+                return out, None
+            if function is not None and _folds(query, key, mask, kwargs):
+                groups = query.shape[1] // key.shape[1]
+                mask = None if mask is None else _folded(context, mask, groups)
+                out = fold(query, key, value, mask, groups, kwargs["scaling"])
+                # A flat block copies it into another order anyway.
+                return (out if context.flat else out.contiguous()), None
+        original = function or compat.eager_attention(self.module)
+        is_replaced = context is not None and function is not None and not is_stock
+        if is_replaced and mask is not None and mask.dtype != torch.bool:
+            mask = mask == 0  # as transformers gives it to sdpa
+        return original(self.module, query, key, value, mask, **kwargs)
 
 
-def _function(context: ForwardContext | None, name: str, module: nn.Module) -> tuple[Any, bool]:
-    """Return the attention function registered by a name, and whether it is a stock one.
-
-    The registry is read once per forward, so that what a caller registers counts in the next.
-    """
+def registered(context: ForwardContext | None, name: str, module: nn.Module) -> tuple[Any, bool]:
+    """Return what `trust.attention_of` returns, asked once per forward."""
     found: tuple[Any, bool] | None = None if context is None else context.made.get(name)
     if found is None:
-        function = compat.attention_function(name)
-        found = function, compat.is_stock_attention(function, module)
-        if context is not None and function is not None:  # else each module's file has its own
+        found = trust.attention_of(name, module)
+        if context is not None and found[0] is not None:  # else each module's file has its own
             context.made[name] = found
     return found
 
 
 def _folded(context: ForwardContext, mask: torch.Tensor, groups: int) -> torch.Tensor:
-    """Return a mask with its rows repeated once per head of a group, made once per forward."""
+    """Return a mask whose rows are repeated for each head of a group, made once per forward."""
     known = context.made.get((id(mask), groups))
     if known is None:
-        known = mask, mask.repeat(1, 1, groups, 1)  # holding the mask keeps its id taken
+        known = mask, mask.repeat(1, 1, groups, 1)  # the mask itself keeps its id taken
         context.made[id(mask), groups] = known
     repeated: torch.Tensor = known[1]
     return repeated
@@ -191,16 +190,15 @@ def _by_kernel(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    scaling: float | None,
     kwargs: dict[str, Any],
 ) -> torch.Tensor | None:
-    """Let the kernel attend, unless it cannot or is slower; it has no weights to show."""
+    """Attend by the kernel; None if it cannot or is slower. It returns no attention weights."""
     counts = context.by_kernel
     asked = tree_attention.is_faster if counts is None else tree_attention.can_attend
     out = None
     if tree is not None and not kwargs.get("output_attentions") and asked(query, key, value):
-        more = kwargs.get("softcap"), kwargs.get("s_aux")
-        out = tree_attention.attend(tree, query, key, value, scaling, *more)
+        more = kwargs["scaling"], kwargs.get("softcap"), kwargs.get("s_aux")
+        out = tree_attention.attend(tree, query, key, value, *more)
     if counts is not None:
         counts[out is not None] += 1
     return out
@@ -209,10 +207,10 @@ def _by_kernel(
 def _folds(
     query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]
 ) -> bool:
-    """Whether there is a group to fold, and nothing that folding has no place for.
+    """Return whether the query heads of a group can be folded, and are faster then.
 
-    Of single tokens that see everything it saves time in half precision: in bfloat16 on a CPU they
-    take 121 instead of 623 us at context 1,100, and mostly get the same bits.
+    Single tokens that see everything gain in half precision only: in bfloat16 on a CPU they take
+    121 instead of 623 us at context 1,100, and mostly get the same bits.
     """
     if query.shape[1] == key.shape[1] or kwargs.get("softcap"):
         return False
@@ -229,10 +227,10 @@ def fold(
     groups: int,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Attention of `[rows, heads, width, dim]` queries, returned as `[rows, width, heads, v_dim]`.
+    """Attend with `[rows, heads, width, dim]` queries; return `[rows, width, heads, v_dim]`.
 
-    SDPA with a mask copies K and V for every query head (at context 1,500 and one row 693 against
-    108 us on a CPU); as rows of their group the query heads read them once.
+    SDPA with a mask copies K and V for every query head. As rows of their group the query heads
+    read them once (at context 1,500 and one row 108 instead of 693 us on a CPU).
     """
     rows, heads, width, dim = query.shape
     out = torch.nn.functional.scaled_dot_product_attention(

@@ -15,12 +15,12 @@ from lookahead_hf.patches.install import SetOwn
 
 
 class Columns(NamedTuple):
-    """Places of a block's tokens in the text.
+    """Columns of a block's tokens and of the slots that they see.
 
     Attributes:
-        query: Column of every token of the block, [rows, width].
-        key: Column of every slot that it sees, [rows, slots].
-        order: How many attended tokens come before each slot's, [rows, slots].
+        query: Columns of the tokens, [rows, width].
+        key: Columns of the slots, [rows, slots].
+        order: Attended tokens before each slot's, [rows, slots].
     """
 
     query: torch.Tensor
@@ -29,33 +29,34 @@ class Columns(NamedTuple):
 
     @property
     def distance(self) -> torch.Tensor:
-        """Columns from every slot to every token, 0 where there are none, [rows, width, slots]."""
+        """Columns from every slot to every token, at least 0, [rows, width, slots]."""
         return (self.query[:, :, None] - self.key[:, None, :]).clamp(min=0)
 
 
 def put_under(model: nn.Module, give: SetOwn) -> None:
-    """Let a model that counts positions itself use our columns in our forwards."""
+    """Have a model that counts positions itself use our columns in our forwards."""
     if not facts_of(model).needs_columns:
         return
     for table in compat.counted_tables(model):
         give(table, "forward", _looked_up(table))
-    for module in compat.relative_biases(model):
-        give(module, "compute_bias", _by_column(module.compute_bias))
-    for module, name in compat.alibi_builders(model):
-        made = _by_order if name == "build_alibi_tensor" else _by_distance
-        give(module, name, made(getattr(module, name)))
-    for module in compat.windowed_by_slot(model):
-        give(module, "bias", _window(module, module.config.window_size))
+    for module in compat.decoder_modules(model):
+        if compat.has_relative_bias(module):
+            give(module, "compute_bias", _by_column(module.compute_bias))
+        for name, made in ((compat.BLOOM_ALIBI, _by_order), (compat.MPT_ALIBI, _by_distance)):
+            if hasattr(module, name):
+                give(module, name, made(getattr(module, name)))
+        if compat.is_windowed_by_slot(module):
+            give(module, "bias", _window(module, module.config.window_size))
 
 
 def _columns() -> Columns | None:
-    """The columns of the forward in progress, if it is ours."""
+    """Return the columns of the forward in progress, if it is ours."""
     context = current()
     return None if context is None else context.columns
 
 
 def _looked_up(table: Any) -> Callable[..., torch.Tensor]:
-    """A `forward` for a table that differs from its own within our forwards only."""
+    """Return a `forward` for a table that differs from its own within our forwards only."""
     original = table.forward
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -65,7 +66,7 @@ def _looked_up(table: Any) -> Callable[..., torch.Tensor]:
             return original(*args, **kwargs)
         if compat.grows(table):
             return compat.entries_of_columns(table, columns[0].to(args[0].device), args[0])
-        # By the table's own lookup, as offloaded weights are present only while it runs.
+        # By the table's own lookup: offloaded weights are present only while it runs.
         entries = original(*args, **{**kwargs, "position_ids": columns[0]})
         return entries.reshape(*columns[0].shape, -1)
 
@@ -73,7 +74,7 @@ def _looked_up(table: Any) -> Callable[..., torch.Tensor]:
 
 
 def _by_column(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A `compute_bias` that differs from `original` within our forwards only."""
+    """Return a `compute_bias` that differs from `original` within our forwards only."""
 
     def compute_bias(query_length: int, key_length: int, **kwargs: Any) -> torch.Tensor:
         """Return the bias of every block token and slot, [rows, heads, width, slots]."""
@@ -89,7 +90,7 @@ def _by_column(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 
 def _by_order(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A `build_alibi_tensor` that differs from `original` within our forwards only."""
+    """Return a `build_alibi_tensor` that differs from `original` within our forwards only."""
 
     def build_alibi_tensor(mask: torch.Tensor, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the bias of every slot, [rows * heads, 1, slots]."""
@@ -104,9 +105,9 @@ def _by_order(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
 
 class _Cut:
-    """Stands for a tensor that a model cuts to the length of its cache.
+    """A tensor that a model slices to the length of its cache.
 
-    In our forwards, what is cut out follows from the columns of tokens and slots.
+    In our forwards, the slice follows from the columns of tokens and slots.
     """
 
     def __init__(
@@ -126,11 +127,10 @@ class _Cut:
 
 
 def _by_distance(original: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    """A method whose result, [heads, 1, length], has the bias at the distance d in the place
-    length - 1 - d."""
+    """Wrap a method that returns biases, [heads, 1, length]; that of distance d is at -1 - d."""
 
     def at(bias: torch.Tensor, columns: Columns) -> torch.Tensor:
-        """The bias of every token and slot, [rows, heads, width, slots]."""
+        """Return the bias of every token and slot, [rows, heads, width, slots]."""
         length = bias.shape[2]
         return bias[:, 0][:, length - 1 - columns.distance.clamp(max=length - 1)].transpose(0, 1)
 
@@ -142,10 +142,10 @@ def _by_distance(original: Callable[..., torch.Tensor]) -> Callable[..., Any]:
 
 
 def _window(module: Any, window: int) -> _Cut:
-    """The causal matrix of an attention with a window of `window` columns."""
+    """Return the causal matrix of an attention with a window of `window` columns."""
 
     def near(_: torch.Tensor, columns: Columns) -> torch.Tensor:
-        """Which slots each token may see, causality aside, [rows, 1, width, slots]."""
+        """Return which slots each token may see, causality aside, [rows, 1, width, slots]."""
         return columns.distance[:, None] < window
 
     return _Cut(lambda: compat.buffer(module, "bias"), near)

@@ -1,54 +1,46 @@
-"""A change to something that several calls share, which no interrupt can leave behind."""
+"""Changes to shared objects, which no interrupt can leave behind."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _lock = threading.RLock()
 
 
-class SharedChange:
-    """Makes a change while at least one call is inside, and undoes it when the last one leaves.
+@contextmanager
+def shared_change(
+    users: set[object], make: Callable[[], None], undo: Callable[[], None]
+) -> Iterator[None]:
+    """Make a change while at least one call is inside, and undo it when the last one leaves.
 
-    An interrupt at any line leaves things as they were found: both functions can be repeated, and
-    leaving does no harm to a call that has not entered, or has left already.
+    An interrupt at any line leaves things as they were found.
+
+    Args:
+        users: The calls inside, kept where all calls on the shared object find it.
+        make: Applies the change.
+        undo: Reverts it. Both must be idempotent.
     """
+    user = object()
 
-    def __init__(
-        self, users: set[object], make: Callable[[], None], undo: Callable[[], None]
-    ) -> None:
-        """Prepare to enter.
+    def leave() -> None:
+        with _lock:
+            users.discard(user)
+            if not users:
+                undo()
 
-        Args:
-            users: The calls that are inside, kept where all calls on the shared thing find it.
-            make: Makes the change, or the rest of it.
-            undo: Undoes what was made of it, possibly nothing.
-        """
-        self._users, self._make, self._undo = users, make, undo
-
-    def __enter__(self) -> None:
+    try:
         try:
             with _lock:
-                self._users.add(self)
-                self._make()
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            self.restore()
+                users.add(user)
+                make()
+            yield
         finally:
-            self.restore()  # An interrupt may have broken off the first.
-
-    def restore(self) -> None:
-        """Leave, which may be repeated, and undo the change if nobody else is inside."""
-        with _lock:
-            self._users.discard(self)
-            if not self._users:
-                self._undo()
+            leave()
+    finally:
+        leave()  # again: an interrupt may have broken off the first
 
 
 SetOwn = Callable[[Any, str, Any], None]
@@ -56,7 +48,7 @@ SetOwn = Callable[[Any, str, Any], None]
 
 
 def set_own(undo: list[Callable[[], None]], module: Any, name: str, function: Any) -> None:
-    """Give one module object an attribute of its own, and add to `undo` what undoes that."""
+    """Give one module object an attribute of its own, and add to `undo` what removes it."""
     own = vars(module)
     found = {name: own[name]} if name in own else {}
 
@@ -69,7 +61,7 @@ def set_own(undo: list[Callable[[], None]], module: Any, name: str, function: An
 
 
 class _Own:
-    """Takes the place of a method of one object; copies and pickles of that have the method itself.
+    """Replaces a method of one object; copies and pickles of the object have the method itself.
 
     A streamer or another thread may copy a model in the middle of a call.
     """

@@ -1,4 +1,4 @@
-"""A mask that is made only if something reads it: our kernel does without."""
+"""A mask that is built only if something reads it; our kernel does not."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _OF_SHAPE = frozenset(
         ),
     }
 )
-"""What can be asked of a mask that was not made."""
+"""Properties that are read without building the mask."""
 
 
-class UnreadMask(torch.Tensor):
-    """Stands in for a mask, which every function of torch that gets it reads in its place.
+class LazyMask(torch.Tensor):
+    """A mask that is built when a function of torch first reads it.
 
     Attributes:
-        made: The mask, None as long as nothing has read it.
+        made: The mask, None before that.
     """
 
     _make: Callable[[], torch.Tensor]
@@ -38,9 +38,9 @@ class UnreadMask(torch.Tensor):
         shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
-    ) -> UnreadMask:
-        """Return a stand-in for what `make` returns, a tensor of this shape."""
-        mask = compat.wrapper_tensor(UnreadMask, shape, dtype, device)
+    ) -> LazyMask:
+        """Return a mask of this shape that `make` builds."""
+        mask = compat.wrapper_tensor(LazyMask, shape, dtype, device)
         mask._make, mask.made = make, None
         return mask
 
@@ -55,17 +55,17 @@ class UnreadMask(torch.Tensor):
     ) -> Any:
         if func in _OF_SHAPE:
             return super().__torch_function__(func, types, args, kwargs or {})
-        args, kwargs = compat.map_only(UnreadMask, UnreadMask._read, (args, kwargs or {}))
+        args, kwargs = compat.map_only(LazyMask, LazyMask._read, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = compat.map_only(UnreadMask, UnreadMask._read, (args, kwargs or {}))
+        args, kwargs = compat.map_only(LazyMask, LazyMask._read, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
 def made(mask: torch.Tensor) -> torch.Tensor | None:
-    """Return the mask that a layer reads: None for a stand-in that nothing has read."""
-    return mask.made if isinstance(mask, UnreadMask) else mask
+    """Return a mask as layers read it, None for a lazy one that nothing has read."""
+    return mask.made if isinstance(mask, LazyMask) else mask

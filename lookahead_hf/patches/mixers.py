@@ -1,4 +1,4 @@
-"""Mixers of a model, the layers with a recurrent state, inside our forwards."""
+"""Mixers of a model, the modules with a recurrent state, inside our forwards."""
 
 from __future__ import annotations
 
@@ -9,19 +9,25 @@ from torch import nn
 
 from lookahead_hf import compat
 from lookahead_hf.model.facts import facts_of
+from lookahead_hf.patches import trust
 from lookahead_hf.patches.forward import current
 from lookahead_hf.patches.install import SetOwn
 
 
 def put_under(model: nn.Module, give: SetOwn) -> None:
-    """Let a model's mixers run our blocks by the forwards of the context."""
+    """Have a model's mixers run our blocks by the forwards of the context."""
     for module in facts_of(model).mixers:
         give(module, "forward", _in_steps(module))
 
 
+def without_padding(module: Any) -> Callable[..., Any]:
+    """Return a mixer's forward that pads short blocks to their own length, if it has one."""
+    return compat.without_padding(module) if trust.is_untouched(module) else module.forward
+
+
 def _in_steps(module: Any) -> Callable[..., Any]:
-    """A `forward` for a mixer that differs from its own within our steps only."""
-    original, short = module.forward, compat.without_padding(module)
+    """Return a `forward` for a mixer that differs from its own within our forwards only."""
+    original, short = module.forward, without_padding(module)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         context = current()

@@ -1,18 +1,19 @@
-"""All that lies under a model while calls run on it, in one context."""
+"""All patches of a model in one context."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from functools import partial
 
 from torch import nn
 
 from lookahead_hf.model_state import state_of
 from lookahead_hf.patches import attention, implicit_positions, mixers
-from lookahead_hf.patches.install import SharedChange, set_own
+from lookahead_hf.patches.install import set_own, shared_change
 
 
-def patched(model: nn.Module) -> SharedChange:
-    """Return a context in which a model's layers do in our forwards what `ForwardContext` says.
+def patched(model: nn.Module) -> AbstractContextManager[None]:
+    """Return a context in which our forwards of a model follow their `ForwardContext`.
 
     All other forwards, such as those of other threads meanwhile, are the model's own.
     """
@@ -32,4 +33,4 @@ def patched(model: nn.Module) -> SharedChange:
             undo[-1]()
             undo.pop()
 
-    return SharedChange(state.patch_users, put, take_out)
+    return shared_change(state.patch_users, put, take_out)

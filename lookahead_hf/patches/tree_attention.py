@@ -1,4 +1,4 @@
-"""Runs the attention of a step's layers in our kernel over cache slots, where that is faster."""
+"""Attention of a step in our kernel over cache slots, where that is faster."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from lookahead_hf import kernels
 
 _LEAST_SLOTS = 512
-"""With fewer slots, one program per head reads all keys before splitting them pays."""
+"""Below this many slots, splitting the keys over programs does not pay."""
 
 _MANY_SLOTS = 1024
-"""From so many slots on the kernel serves any number of rows: it reads what each row holds, while
-torch reads all slots for every row, and their mask."""
+"""From this many slots on the kernel serves any number of rows: it reads what each row holds, while
+torch reads all slots of every row, and the mask."""
 
 _ROWS_PER_PROGRAM = 64
 """Query rows of one program of torch's memory-efficient attention."""
@@ -25,18 +25,18 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockTree:
-    """A mask of a step in terms of the kernel: which slots each token of the block sees.
+    """A step's attention mask in the kernel's format.
 
     Attributes:
         mask: The mask as layers get it, [rows, 1, width, slots].
         lengths: Slots of each row before its block, [rows] int64.
-        ancestors: Bit j of a token's word is set if block token j is an ancestor of it, or itself,
-            [rows, width].
+        ancestors: A word per block token, [rows, width]; bit j is set if the token sees token j of
+            the block.
         window: Columns that a token sees, its own included; 0 for all.
         columns: Column of the token in every slot, needed with a window, [rows, any] int64.
-        pads: Column less slot of later tokens, [rows] int64.
-        by_length: Whether programs share what each row holds, rather than its slots. This is
-            faster, and the bits of a token then depend on the length of the row.
+        pads: Column minus slot of later tokens, [rows] int64.
+        by_length: Whether programs divide a row's tokens, not its slots. This is faster, but the
+            bits of a token then depend on the length of the row.
     """
 
     mask: torch.Tensor
@@ -57,12 +57,12 @@ def ancestor_words(seen: np.ndarray) -> np.ndarray:
 
 
 def serves(device: torch.device, width: int) -> bool:
-    """Whether the kernel may attend blocks of this width on this device."""
+    """Return whether the kernel may attend blocks of this width on this device."""
     return kernels.backend(device) == "triton" and width <= kernels.MAX_ATTENTION_NODES
 
 
 def can_attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether the kernel takes heads of this size and numbers of this type."""
+    """Return whether the kernel takes heads of this size and dtype."""
     if max(query.shape[3], value.shape[3]) > kernels.MAX_HEAD_DIM or query.dtype not in _DTYPES:
         return False
     # Triton's interpreter multiplies the bit patterns of bfloat16.
@@ -70,13 +70,13 @@ def can_attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> b
 
 
 def is_faster(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether the kernel attends faster than torch.
+    """Return whether the kernel attends faster than torch.
 
     Torch's attention under a mask reads all keys of 64 query rows in one program. If that leaves
-    processors of the GPU idle, the kernel is faster, as it splits the keys. So it is where there
-    are many slots, as it reads no more than each row holds. The shapes alone decide, so that a text
-    has the same bits whatever else the machine does. If LOOKAHEAD_HF_BACKEND asks for Triton, the
-    kernel always serves.
+    processors of the GPU idle, the kernel is faster, because it splits the keys. With many slots it
+    is, too, because it reads only what each row holds. Shapes alone decide, so that a text has the
+    same bits whatever else the machine does. If LOOKAHEAD_HF_BACKEND asks for Triton, the kernel
+    always serves.
 
     Args:
         query: [rows, heads, width, dim].
@@ -110,7 +110,7 @@ def attend(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,  # [heads]
 ) -> torch.Tensor:  # [rows, width, heads, v_dim]
-    """Return what attention under `tree.mask` returns, without reading the mask."""
+    """Attend as under `tree.mask`, without reading the mask."""
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
     return kernels.tree_attention(
         q,

@@ -1,19 +1,87 @@
-"""What a captured step has frozen of a model: compared between calls, and in every step."""
+"""Whether a model's own code may be replaced or captured: every such question is answered here.
+
+Reasons against it are values of `execution`, which the statistics show.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from operator import is_
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from lookahead_hf import compat, kernels
 from lookahead_hf.call import execution
 from lookahead_hf.model import compiled
+
+_STOCK = [
+    (own, name, getattr(own, name))
+    for own, names in (
+        (torch, ("cat", "rsqrt")),
+        (functional, ("gelu", "layer_norm", "linear", "silu")),
+        (nn.Linear, ("forward",)),
+    )
+    for name in names
+]
+"""Functions that layers call, as they are when this module is imported."""
+
+
+def watcher() -> str | None:
+    """Return why all modules and functions must be called as they are now, None if they need not.
+
+    The mode of `torch.set_default_device` and of `with torch.device(...)` does not count: it only
+    chooses where new tensors are made.
+    """
+    if any(compat.global_hooks()):
+        return execution.HOOKS
+    has_modes = compat.watches_functions() or compat.watches_operations()
+    return execution.WATCHED if has_modes else None
+
+
+def has_stock_functions() -> bool:
+    """Return whether nobody has replaced the functions of torch that layers call."""
+    return all(getattr(own, name) is each for own, name, each in _STOCK)
+
+
+def attention_of(name: str, module: nn.Module) -> tuple[Any, bool]:
+    """Return a module's attention function, and whether it is transformers' and torch's own.
+
+    The function is None if no function is registered by the name, so that the module's file has it.
+    """
+    function = compat.attention_function(name)
+    return function, compat.is_stock_attention(function, module)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Return whether hooks of a module do something now.
+
+    transformers leaves some that only act in a forward whose hidden states or attentions are
+    collected.
+    """
+    return compat.is_hooked(module) or (compat.is_recording() and any(compat.hooks_of(module)))
+
+
+def is_untouched(module: nn.Module) -> bool:
+    """Return whether a module and all modules in it run their classes' forwards."""
+    return not any("forward" in vars(m) or compat.is_offloaded(m) for m in module.modules())
+
+
+def blockers_of(module: nn.Module) -> Iterator[str]:
+    """Yield the reasons why no graph may stand for a module's call."""
+    if is_hooked(module):
+        yield execution.HOOKS
+    if compat.is_offloaded(module):
+        yield execution.OFFLOADED
+    if compiled.captures_graphs(module):
+        yield execution.OWN_GRAPHS
+    if _is_replaced(module):
+        yield execution.REPLACED
+
 
 MOST_ITEMS = 1000
 """Items of a container up to which it is read; no forward looks at more of them in Python."""
@@ -30,20 +98,19 @@ _SKIPPED = frozenset({*vars(nn.Module()), *_METHODS, "generation_config", compat
 
 
 class ModelSnapshot:
-    """What a model is at one moment, read in one walk over its modules.
+    """Everything that a CUDA graph bakes in of a model, read in one walk over its modules.
 
-    A graph runs none of the model's Python. It may be replayed where the model is what it was at
-    the capture: `key` compares the two between calls. In the middle of a call a streamer or another
-    thread may still switch an adapter, hook a layer or replace a weight; `is_current` notices that
-    in every step. For 400 modules a snapshot takes milliseconds, `is_current` less than 0.2.
+    A graph runs none of the model's Python, so it may be replayed only while the snapshot matches.
+    `key` compares two moments between calls. Within a call, a streamer or another thread may still
+    switch an adapter, hook a layer or replace a weight; `is_current` notices that in every step.
+    For 400 modules a snapshot takes milliseconds, `is_current` less than 0.2.
 
     Plain numbers and strings of modules and configurations are compared by value, also in
     containers up to two levels deep, such as the scaling of adapters. Everything else is compared
     by identity.
 
     Attributes:
-        key: Equal to that of another snapshot if one graph serves both. It keeps no part of the
-            model alive.
+        key: Equal in two snapshots that one graph serves. It keeps no part of the model alive.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -57,7 +124,6 @@ class ModelSnapshot:
         self._blockers: set[str] = set()
         for own in compat.global_hooks():
             self._hold(own, own)
-            self._blockers |= {execution.HOOKS} if own else set()
         for config in compat.configs_of(model.modules()):
             self._read(vars(config), 3)
         for module in model.modules():
@@ -84,17 +150,10 @@ class ModelSnapshot:
         for name in names:
             self._found.append(name)
             self._read(own[name], 2)
-        if compat.is_hooked(module):
-            self._blockers.add(execution.HOOKS)
-        if compat.is_offloaded(module):
-            self._blockers.add(execution.OFFLOADED)
-        if compiled.captures_graphs(module):
-            self._blockers.add(execution.OWN_GRAPHS)
-        if _is_replaced(module):
-            self._blockers.add(execution.REPLACED)
+        self._blockers.update(blockers_of(module))
 
     def _hold(self, holder: dict[Any, Any], names: Iterable[Any]) -> None:
-        """Remember which objects a dict holds by these names, and how many there are in all."""
+        """Remember the objects that a dict holds by these names, and its size."""
         self._dicts.append(holder)
         self._held += [(holder, name, holder[name]) for name in names]
 
@@ -122,7 +181,7 @@ class ModelSnapshot:
                 self._read(item, depth - 1)
 
     def is_current(self) -> bool:
-        """Whether the model still holds the same objects by the same names, in the same memory."""
+        """Return whether the model still holds the same objects, in the same memory."""
         return (
             sum(map(len, self._dicts)) == self._size
             and all(holder.get(name) is value for holder, name, value in self._held)
@@ -135,26 +194,20 @@ class ModelSnapshot:
         )
 
     def blockers(self, extras: Mapping[str, Any]) -> list[str]:
-        """Return the reasons of `execution` not to capture or replay steps, none for no reason.
-
-        Args:
-            extras: What plain `generate` passes with every forward.
-        """
-        found = self._blockers.copy()
+        """Return why steps are neither captured nor replayed, given the forward's `extras`."""
+        found = self._blockers | {watcher()}
         if any(isinstance(value, torch.Tensor) for value in extras.values()):
             found.add(execution.TENSORS)
         if compat.reads_lengths(self._model):
             found.add(execution.READS_LENGTHS)
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             found.add(execution.CAPTURED)
-        if compat.watches_functions() or compat.watches_operations():
-            found.add(execution.WATCHED)
         order = vars(execution).values()
         return [reason for reason in order if isinstance(reason, str) and reason in found]
 
 
 class _Same:
-    """An object that only its identity tells apart, kept alive only if Python cannot avoid it."""
+    """An object compared by identity, kept alive only if it has no weak references."""
 
     __slots__ = ("_kept",)
 
@@ -172,7 +225,7 @@ class _Same:
 
 
 def addresses(tensor: torch.Tensor) -> list[tuple[Any, ...]]:
-    """Where a tensor's numbers are, those of the tensors in it where it is a wrapper of some."""
+    """Return where a tensor's numbers are, or those of the tensors that it wraps."""
     if hasattr(tensor, "__tensor_flatten__"):  # quantised weights, for instance
         inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         return [address for each in inner for address in addresses(each)]
@@ -180,7 +233,7 @@ def addresses(tensor: torch.Tensor) -> list[tuple[Any, ...]]:
 
 
 def _of_process(device: str) -> tuple[Any, ...]:
-    """Settings of the process that decide which operations a forward runs."""
+    """Return the settings of the process that decide which operations a forward runs."""
     cuda = torch.backends.cuda
     cudnn: Any = torch.backends.cudnn  # stubs lack its parts
     # What torch.get_float32_matmul_precision returns follows from these, if it does not raise.
@@ -201,17 +254,17 @@ def _of_process(device: str) -> tuple[Any, ...]:
 
 
 def _attention_functions() -> tuple[Any, ...]:
-    """Functions that attention calls; a caller may register or set others at any time."""
+    """Return the functions that attention calls; a caller may replace them at any time."""
     registered = (compat.attention_function(name) for name in ("sdpa", "eager"))
     return (*registered, nn.functional.scaled_dot_product_attention)
 
 
 def _is_replaced(module: nn.Module) -> bool:
-    """Whether a module object has a forward of its own that a graph may not stand for.
+    """Return whether a module object has a forward of its own that no graph may stand for.
 
-    It may stand for its class's forward, compiled, and for the fused kernels that Liger-Kernel and
-    the kernels hub (`use_kernels=True`) put there: like the forward of a class, they know nothing
-    but the module and their arguments. The key holds which forward it is.
+    A graph may stand for the class's forward, compiled, and for the fused kernels that Liger-Kernel
+    and the kernels hub (`use_kernels=True`) put there: they know nothing but the module and their
+    arguments. The snapshot's key holds which forward it is.
     """
     own = vars(module).get("forward")
     if own is None or _is_fused(module, own):
@@ -225,7 +278,7 @@ def _is_replaced(module: nn.Module) -> bool:
 
 
 def _is_fused(module: nn.Module, forward: Any) -> bool:
-    """Whether a forward is a kernel's function, bound to the module, without further state."""
+    """Return whether a forward is a kernel's function, bound to the module, without state."""
     if not isinstance(forward, MethodType) or forward.__self__ is not module:
         return False
     function: Any = forward.__func__

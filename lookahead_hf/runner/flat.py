@@ -1,7 +1,7 @@
-"""Flat blocks: the tokens of all rows one after another, so that no layer computes padding.
+"""Flat blocks: the tokens of all rows in one row, so that no layer computes padding.
 
-The model gets one row of tokens, [1, tokens], which only attention divides among the rows of the
-cache again. A forward costs what its tokens cost, however unequally the rows share them.
+The model gets [1, tokens]. Only attention divides them among the rows of the cache again, so that a
+forward costs what its tokens cost, however unequal the rows are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | Non
 
 
 MOST_PADDING = 40
-"""Queries of padding that a further row may add to a run. Steps of four rows, each with up to 1,200
+"""Most padded queries that one more row may add to a run. Steps of four rows, each with up to 1,200
 tokens, take 1 to 2 % less time with 40 than with 10, and no less with 120."""
 
 
@@ -26,15 +26,15 @@ tokens, take 1 to 2 % less time with 40 than with 10, and no less with 120."""
 class Run:
     """Adjacent rows of the cache that attend in one call.
 
-    Rows with fewer tokens than others repeat their last tokens as padding.
+    Rows with fewer tokens than others repeat their last token as padding.
 
     Attributes:
         rows: The rows.
         tokens: Their tokens in the block, row after row.
         counts: Tokens of each row, [rows of the run].
         width: Queries per row.
-        padded: Which token of the run each query is, [rows of the run, width]; None where all rows
-            have equally many tokens.
+        padded: Token of the run that each query is, [rows of the run, width]; None if all rows have
+            the same number of tokens.
     """
 
     rows: slice
@@ -45,7 +45,7 @@ class Run:
     _orders: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def by_row(self, query: torch.Tensor) -> torch.Tensor:
-        """Queries of the block, [1, heads, tokens, dim], as [rows, heads, width, dim]."""
+        """Return the block's queries, [1, heads, tokens, dim], as [rows, heads, width, dim]."""
         _, heads, num_tokens, dim = query.shape
         num_rows, own = len(self.counts), self.tokens
         if self.padded is None:
@@ -57,7 +57,7 @@ class Run:
         return queries.view(num_rows, heads, self.width, dim)
 
     def by_token(self, out: torch.Tensor) -> torch.Tensor:
-        """What the queries found, [rows, width, heads, dim], as [1, tokens, heads, dim]."""
+        """Return attention outputs, [rows, width, heads, dim], as [1, tokens, heads, dim]."""
         heads, dim = out.shape[2:]
         if self.padded is None:
             return out.reshape(1, -1, heads, dim)
@@ -66,10 +66,9 @@ class Run:
         return queries.index_select(0, scatter).view(1, -1, heads, dim)
 
     def _order(self, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the vectors of padded queries are in the block, and those of tokens in the run.
+        """Return indices that pad and transpose the queries in one operation, and undo it.
 
-        They are made once per block. One operation in each layer then pads the rows and brings the
-        queries of a head together, and one undoes both.
+        They are made once per block.
 
         Args:
             heads: Vectors of a token.
@@ -91,12 +90,12 @@ class Run:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunMask:
-    """What the tokens of a run see in layers of one kind.
+    """The attention mask of a run in layers of one kind.
 
     Attributes:
         run: The run.
         visible: Slots that its attention reads.
-        mask: Additive, [rows of the run, 1, width, visible]; None where a token sees its row's
+        mask: Additive, [rows of the run, 1, width, visible]; None if each token sees its row's
             slots up to its own.
     """
 
@@ -107,12 +106,12 @@ class RunMask:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatBlock:
-    """How one row of tokens belongs to the rows of the cache.
+    """How the tokens of a flat block belong to the rows of the cache.
 
     Attributes:
-        masks: Masks of the runs, by the id of the stand-in that the model gets for the mask.
+        masks: Masks of the runs, by the id of the stand-in that the model gets as its mask.
         stand_ins: The stand-ins, [1, 1, 1, 1] each; holding them keeps their ids taken.
-        places: Where the forward's logits have those of each row, [rows, width].
+        places: Place of each row's logits among those of the forward, [rows, width].
         kept: Tokens of the block that the forward computes logits for, None for all of them.
     """
 
@@ -122,14 +121,14 @@ class FlatBlock:
     kept: np.ndarray | None = None
 
     def of_rows(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits by row, [1, any, vocab] to [rows, width, vocab]; copied only where they must be.
+        """Return logits by row, [1, any, vocab] to [rows, width, vocab], copied only if necessary.
 
-        Behind a row's own there are copies of its last ones.
+        A row with fewer repeats its last ones.
         """
         return _by_row(logits[0], self.places)
 
     def states_of_rows(self, states: torch.Tensor) -> torch.Tensor:
-        """Hidden states by row, [1, tokens, hidden] to [rows, width, hidden]; see `of_rows`."""
+        """Return hidden states by row, [1, tokens, hidden] to [rows, width, hidden]."""
         return _by_row(states[0], self.places if self.kept is None else self.kept[self.places])
 
     def attend(
@@ -140,9 +139,9 @@ class FlatBlock:
         value: torch.Tensor,  # [rows, kv_heads, slots, v_dim]
         attend: _Attend,
     ) -> torch.Tensor:  # [1, tokens, heads, v_dim]
-        """Let the tokens of each run attend to the slots of their own rows.
+        """Attend run by run to the slots of the runs' own rows.
 
-        On a CPU one call for four rows of 5 tokens takes half of what four calls take.
+        On a CPU one call for four rows of 5 tokens takes half the time of four calls.
         """
         outs = []
         for of_run in self.masks_of(stand_in):
@@ -155,7 +154,7 @@ class FlatBlock:
         return torch.cat(outs, 1) if len(outs) > 1 else outs[0].contiguous()
 
     def masks_of(self, stand_in: torch.Tensor | None) -> list[RunMask]:
-        """Return the masks of the runs; where all layers take the same, the model may copy it."""
+        """Return the masks of the runs; a stand-in for all layers may come as a copy."""
         known = self.masks.get(id(stand_in))
         if known is None:
             (known,) = self.masks.values()
@@ -168,10 +167,9 @@ def runs_of(counts: np.ndarray, lengths: np.ndarray, may_pad: np.ndarray) -> lis
     Args:
         counts: Tokens of each row in the block, [rows].
         lengths: Tokens of each row before them, [rows].
-        may_pad: Rows that may attend with padding, [rows] bool. The others are joined with rows
-            that have as many tokens.
+        may_pad: Rows that may attend with padding, [rows] bool.
     """
-    # Lists, since numpy takes several times as long for so few numbers.
+    # Lists: numpy takes several times as long for so few numbers.
     numbers, totals = counts.tolist(), (counts + lengths).tolist()
     joined: list[slice] = []
     for row in np.flatnonzero(counts).tolist():
@@ -189,12 +187,12 @@ def runs_of(counts: np.ndarray, lengths: np.ndarray, may_pad: np.ndarray) -> lis
 
 
 def _num_padded(counts: list[int]) -> int:
-    """How many queries make up for the tokens that rows have less than the longest of them."""
+    """Return the padded queries of rows with these numbers of tokens."""
     return max(counts) * len(counts) - sum(counts)
 
 
 def _run(rows: slice, first: int, counts: np.ndarray) -> Run:
-    """Make a run of rows, whose tokens begin at `first`, with `counts` tokens each."""
+    """Make a run of rows whose tokens begin at `first`."""
     width, tokens = int(counts.max()), slice(first, first + int(counts.sum()))
     if not _num_padded(counts.tolist()):
         return Run(rows, tokens, counts, width)
@@ -204,7 +202,7 @@ def _run(rows: slice, first: int, counts: np.ndarray) -> Run:
 
 
 def _by_row(flat: torch.Tensor, places: np.ndarray) -> torch.Tensor:
-    """Entries of `flat`, [any, size], at `places`, [rows, width]; copied only if necessary."""
+    """Return entries of `flat`, [any, size], at `places`, [rows, width], copied if necessary."""
     if places.size == len(flat) and (places.ravel() == np.arange(places.size)).all():
         return flat.view(*places.shape, -1)
     at = torch.from_numpy(places.ravel()).to(flat.device)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from lookahead_hf import compat
+from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.call import execution
 from lookahead_hf.draft import DraftTree, Verdict, place_in_row
 from lookahead_hf.model import compiled
@@ -21,28 +22,28 @@ from lookahead_hf.runner.prefill import PromptRunner
 
 
 class Runner(PromptRunner):
-    """Runs a model with ragged rows, in a cache that it takes over for the length of a call.
+    """Runs a model on ragged rows, in a cache that it takes over for the length of a call.
 
     Attributes:
-        most_nodes: Most nodes that a row's draft can have, None for any number.
+        most_nodes: Most nodes of a row's draft, None for any number.
     """
 
     most_nodes: int | None = None
 
     @property
     def mode(self) -> str:
-        """How steps are run now, "compiled" or "": their cost depends on it."""
+        """How steps run now, "compiled" or "", which their cost depends on."""
         return execution.COMPILED if self._steps is not None and self._steps.is_used else ""
 
     @property
     def sizes(self) -> tuple[int, ...] | None:
-        """Nodes per row that drafts are padded to, from 0 on; None if a block is like its draft."""
+        """Numbers of nodes that drafts are padded to, from 0 on; None if they are not padded."""
         is_padded = self._is_compiled and self._shape is None
         return node_counts(compiled.WIDTHS) if is_padded else None
 
     @property
     def step_is_typical(self) -> bool:
-        """Whether the latest step was one forward and nothing else, so that its time is typical.
+        """Whether the time of the latest step is that of one forward.
 
         The first block of a size takes up to a fifth longer: oneDNN prepares its kernels for it.
         """
@@ -50,47 +51,39 @@ class Runner(PromptRunner):
         return not (self._is_repeat or self._is_new or was_timed)
 
     def launch(self, rows: Rows, draft: DraftTree) -> StepOutputs:
-        """Lay out a step and run it.
-
-        Args:
-            rows: The texts.
-            draft: The draft behind their last tokens.
-
-        Returns:
-            Its outputs; the logits are [rows, 1 + most nodes or more, vocab].
-        """
+        """Lay out a step and run it; its logits are [rows, 1 + most nodes or more, vocab]."""
         if not self.is_flat:
             return self.forward(self.layout(rows, draft))
         return self.run(self.fed_tokens(rows), draft)
 
     def launch_again(self, rows: Rows) -> StepOutputs:
-        """Launch a step from its last tokens alone, where memory ran out in it or behind it."""
+        """Launch a step without a draft after memory ran out in it or behind it."""
         self.roll_back()
         step = self.launch(rows, DraftTree.empty(self.num_rows))
         self._is_new = True  # its time is that of two launches
         return step
 
     def roll_back(self) -> None:
-        """Keep nothing of the latest step; a runner that commits on the host has kept nothing."""
+        """Keep nothing of the latest step; a runner on the host has kept nothing yet."""
 
     def fed_tokens(self, rows: Rows) -> list[np.ndarray]:
-        """Return what a flat block feeds before a draft: each live row's last token."""
+        """Return the tokens that a flat block feeds before a draft: each live row's last one."""
         last, live = rows.last_tokens, rows.live.tolist()
         return [last[r : r + 1] if live[r] else last[:0] for r in range(len(live))]
 
     def run(
         self, fed: Sequence[np.ndarray], draft: DraftTree, is_prompt: bool = False
     ) -> StepOutputs:
-        """Run a flat block: any tokens of any rows, whether of prompts or behind them.
+        """Run a flat block: any tokens of any rows, of prompts or behind them.
 
-        Of what a row was fed, all tokens but the last are kept in the cache at once. `commit` keeps
-        the last one with the accepted path if the row emits a token. Where it emits none, since its
-        prompt goes on, `keep` does, or the next block feeds the token again.
+        All fed tokens of a row but the last are kept in the cache at once. `commit` keeps the last
+        one with the accepted path if the row emits a token. If it emits none because its prompt
+        goes on, `keep` does, or the next block feeds the token again.
 
         Args:
             fed: As in `BlockLayout.flat`.
             draft: The draft behind these tokens.
-            is_prompt: Whether all of them are of prompts, whose linear layers keep plain's bits.
+            is_prompt: Whether they are prompts only, which run by the model's own code.
 
         Returns:
             Its outputs; the logits are [rows, 1 + most nodes, vocab].
@@ -107,21 +100,28 @@ class Runner(PromptRunner):
         elif self._is_compiled:
             width = compiled.width_for(width)
             compiled.make_room(self.cache.slots, self.cache.slots.longest + width)
-        return self._layout.block(draft.padded(width, rows.last_tokens), _ahead(rows))
+        ahead = self._ahead(rows)
+        # A finished row may already be at the last learned position and must not move past it.
+        ahead = np.minimum(ahead, ahead[rows.live].max(initial=0))
+        return self._layout.block(draft.padded(width, rows.last_tokens), ahead)
+
+    def _ahead(self, rows: Rows) -> np.ndarray:
+        """Return the tokens of each row that were fed since the prompt, [rows]."""
+        return rows.num_emitted - 1
 
     def forward(self, inputs: BlockInputs, is_prompt: bool = False) -> StepOutputs:
         """Run the model on a block; its logits are [rows, width, vocab]."""
         given, device = inputs.model_inputs, self._next_position.device
         experts = compat.set_up_for_step(self.model, *given[self._names.ids].shape)
         mixers = {} if self.recurrent is None else self.recurrent.forwards
-        context = ForwardContext(inputs.trees, inputs.flat, inputs.columns, mixers)
+        context = ForwardContext(inputs.trees, inputs.flat, inputs.columns, mixers, self.by_kernel)
         steps = None if is_prompt else self._steps
 
         def run() -> Any:
             return self.model(**given, return_dict=True)
 
         with running(context, device), experts:
-            outputs = run() if steps is None else steps.run(run, inputs.num_tokens, inputs.flat)
+            outputs = run() if steps is None else steps.run(run, inputs.num_tokens)
         if steps is not None:
             self.execution = execution.COMPILED if steps.is_used else execution.MODEL
         self.num_fed += inputs.num_tokens
@@ -136,20 +136,12 @@ class Runner(PromptRunner):
         return StepOutputs(logits=logits, of_model=outputs, hidden_states=states)
 
     def check_for_nan(self, step: StepOutputs, live: np.ndarray) -> bool:
-        """Look for NaN in the logits of a step, and note that it was not repeated so far.
-
-        Args:
-            step: The step.
-            live: Rows whose text goes on, [rows] bool.
-
-        Returns:
-            Whether its draft may have made NaN of the logits of a live row.
-        """
+        """Return whether a step's draft may have caused NaN in the logits of a live row."""
         self._is_repeat = False
         return bool(((step.count_nan() > 0) & live & ~self._is_nan_alone).any())
 
     def repeat_without_draft(self, rows: Rows) -> StepOutputs:
-        """Run a step again from its last tokens alone, in slots that no draft has written."""
+        """Run a step again without its draft, in cleared slots."""
         non_finite.clear(self.cache.slots)
         self.roll_back()
         step = self.launch(rows, DraftTree.empty(self.num_rows))
@@ -157,17 +149,11 @@ class Runner(PromptRunner):
         self._is_repeat = True
         return step
 
-    def commit(self, verdict: Verdict) -> int:
-        """Keep each live row's last token and accepted path in the cache, and nothing else.
-
-        Returns:
-            Accepted tokens whose K and V had to be moved.
-        """
-        moved = int((verdict.path != place_in_row(verdict.path_offsets)).sum())
-        if moved:
+    def commit(self, verdict: Verdict) -> None:
+        """Keep each live row's last token and accepted path in the cache, and nothing else."""
+        if (verdict.path != place_in_row(verdict.path_offsets)).any():
             self._close_gaps(verdict)
         self.keep(np.where(verdict.num_emitted > 0, verdict.num_accepted + 1, 0))
-        return moved
 
     def _close_gaps(self, verdict: Verdict) -> None:
         """Move the tokens of the accepted paths together in the cache."""
@@ -178,15 +164,16 @@ class Runner(PromptRunner):
         self.cache.slots.compact(path, accepted + 1)
 
     def end(self) -> None:
-        """End the call; its cache was handed back, or nobody needs it."""
+        """End the call, after its cache was handed back or became useless."""
 
     def hand_back(self, num_fed: int) -> compat.Cache:
-        """Return the cache as plain leaves it after `num_fed` tokens behind the prompt.
+        """Return the cache as plain generation leaves it after `num_fed` tokens behind the prompt.
 
         A recurrent state cannot go back. If a row has gone further, or an exception left the layers
-        apart, the cache is returned empty, and a later call on it reads the text again.
+        at different tokens, the cache is returned empty, and a later call reads the text again.
         """
         cache = self.cache
+        assert isinstance(cache, AdoptedCache)
         if self.recurrent is not None:
             if not self.recurrent.are_at(num_fed):
                 cache.original.layers = compat.empty_cache(self.model).layers
@@ -200,7 +187,7 @@ class Runner(PromptRunner):
         return self.cache.slots.lengths - (self.cache.num_columns - self.cache.pads)
 
     def feed(self, tokens: list[list[int]], ahead: np.ndarray) -> StepOutputs:
-        """Run further tokens of every row in one forward; `keep` then keeps them in the cache.
+        """Run more tokens of every row in one forward; `keep` then keeps them in the cache.
 
         Args:
             tokens: Tokens per row, the last token of the row first; rows may have none.
@@ -220,14 +207,5 @@ class Runner(PromptRunner):
 
 
 def node_counts(widths: tuple[int, ...]) -> tuple[int, ...]:
-    """Return how many nodes blocks of these widths hold beside the last token, the fewest first."""
+    """Return the numbers of nodes in blocks of these widths, in ascending order."""
     return tuple(sorted(width - 1 for width in widths))
-
-
-def _ahead(rows: Rows) -> np.ndarray:
-    """Tokens of each row that were fed since the prompt, [rows].
-
-    The last token of a text that has ended may be the end of a table of positions.
-    """
-    ahead = rows.num_fed
-    return np.minimum(ahead, ahead[rows.live].max(initial=0))

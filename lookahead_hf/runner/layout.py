@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lookahead_hf import compat
-from lookahead_hf.cache.adopt import AdoptedCache
+from lookahead_hf.cache.columns import ColumnCache
 from lookahead_hf.draft import DraftTree, place_in_row
 from lookahead_hf.model.facts import facts_of
 from lookahead_hf.patches import implicit_positions, tree_attention
@@ -21,15 +21,17 @@ from lookahead_hf.runner.flat import FlatBlock, Run, RunMask, runs_of
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """A shape that all blocks of a call have, whatever is drafted.
+    """The shape of all blocks of a call, whatever is drafted.
 
     Attributes:
-        width: Tokens per row; padding that no token sees fills what a draft leaves free.
+        width: Tokens per row; drafts are padded to it.
         room: Slots behind the longest prompt.
+        by_kernel: Whether our kernel does all attention, even where torch is faster.
     """
 
     width: int
     room: int
+    by_kernel: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +41,9 @@ class BlockInputs:
     Attributes:
         model_inputs: Arguments of the model's forward.
         num_tokens: Tokens of the block, padding included.
-        trees: The masks in the terms of the attention kernel.
-        columns: Columns of tokens and slots, for a model that counts tokens itself.
-        flat: How the tokens belong to the rows, None where each row has equally many.
+        trees: The masks in the attention kernel's format.
+        columns: Columns of tokens and slots, for a model that derives positions from its cache.
+        flat: How the tokens belong to the rows, if the block is flat.
     """
 
     model_inputs: dict[str, Any]
@@ -52,18 +54,18 @@ class BlockInputs:
 
 
 class BlockLayout:
-    """Lays blocks out over a cache that was taken over."""
+    """Lays blocks out over a cache."""
 
     def __init__(
         self,
         model: Any,
-        cache: AdoptedCache,
+        cache: ColumnCache,
         kinds: list[masks.MaskKind],
         passed: dict[str, Any],
         next_position: torch.Tensor,  # [..., rows, 1], of the token after the prompt
         prompt_positions: np.ndarray | None = None,  # [rows, columns]; to lay out its tokens, too
     ) -> None:
-        """Prepare for one call, in which every forward is passed the arguments in `passed`, too."""
+        """Prepare for one call, in which every forward also gets the arguments in `passed`."""
         self._model, self._cache, self._kinds, self._passed = model, cache, kinds, passed
         self._next_position, self._device = next_position, next_position.device
         self._prompt_positions = prompt_positions
@@ -111,23 +113,19 @@ class BlockLayout:
         return BlockInputs(inputs, tokens.size, self._trees(built, seen), columns)
 
     def flat(self, fed: Sequence[np.ndarray], draft: DraftTree) -> BlockInputs:
-        """Place the tokens of a flat block, [1, tokens], behind what each row has in the cache.
+        """Place the tokens of a flat block, [1, tokens], behind those that rows have in the cache.
 
-        One call serves rows that read their prompts and rows that decode, side by side: "row r gets
-        these n tokens of its prompt now" is `fed[r]` with n tokens and no draft, "row q gets its
-        last token and a tree" is `fed[q]` with one token and its nodes in the draft. A row without
-        tokens is not in the block, and costs nothing.
+        Rows may read prompts and decode side by side: a row that reads has n tokens of its prompt
+        in `fed` and no draft; a row that decodes has its last token in `fed` and a tree in the
+        draft. A row without tokens is not in the block, and costs nothing.
 
-        The logits of the block, [rows, 1 + most nodes, vocab], have in a row at index 0 those after
-        the last token of `fed`, and at index 1 + i those after node i. They are not computed after
-        the other tokens of `fed`.
-
-        Columns and positions follow from how many tokens a row has in the cache. Tokens of the
-        prompt have those of the prompt, any other tokens continue them.
+        The block's logits, [rows, 1 + most nodes, vocab], have at index 0 of a row those after its
+        last token in `fed`, and at index 1 + i those after node i. None are computed after its
+        other tokens.
 
         Args:
-            fed: Tokens of each row that its text holds and its cache lacks, in order, [tokens]
-                int64 each.
+            fed: Tokens of each row that its text has and its cache lacks, in order, [tokens] int64
+                each.
             draft: The draft behind them; the nodes of a row without tokens are left out.
         """
         slots, drafted = self._cache.slots, np.diff(draft.row_offsets)
@@ -140,7 +138,7 @@ class BlockLayout:
         tokens[~is_node], tokens[is_node] = np.concatenate(fed), draft.token_ids[is_used]
         index[is_node] = (slots.lengths + num_fed - 1)[row[is_node]] + draft.depth[is_used]
         columns = self._cache.columns_of(row, index)
-        # Padding at the end of prompts that all begin in this block is hidden by causality alone.
+        # Causality alone hides the padding of prompts that all begin in this block.
         runs = runs_of(counts, slots.lengths, (num_fed <= 1) | (not slots.lengths.any()))
         slots.place(counts, is_flat=True)
         stand_ins, built = self._run_masks(runs, num_fed, draft, columns)
@@ -165,7 +163,7 @@ class BlockLayout:
     def _run_masks(
         self, runs: list[Run], num_fed: np.ndarray, draft: DraftTree, columns: np.ndarray
     ) -> tuple[dict[str, torch.Tensor], dict[int, list[RunMask]]]:
-        """Stand-ins for the masks by kind, and by their ids the masks of all runs."""
+        """Return stand-ins for the masks by kind, and the masks of all runs by their ids."""
         seen = [_seen_in(run, num_fed, draft) for run in runs]
         stand_ins = {kind.name: torch.zeros(1, 1, 1, 1) for kind in self._kinds}
         return stand_ins, {
@@ -177,7 +175,7 @@ class BlockLayout:
         }
 
     def _positions(self, row: np.ndarray, columns: np.ndarray) -> np.ndarray:
-        """Positions of tokens by their rows and columns, [tokens] int64 each."""
+        """Return the positions of tokens, given their rows and columns, [tokens] int64 each."""
         beyond = columns - self._cache.num_columns
         positions: np.ndarray = self._next_position.numpy()[row, 0] + beyond
         early = beyond < 0
@@ -189,7 +187,7 @@ class BlockLayout:
     def _run_mask(
         self, kind: masks.MaskKind, run: Run, seen: np.ndarray | None, columns: np.ndarray
     ) -> RunMask:
-        """The mask of a run in the layers of one kind; `columns` of its tokens, [tokens]."""
+        """Return the mask of a run in layers of one kind; `columns` are its tokens', [tokens]."""
         group, width = self._cache.slots.groups[kind.name], run.width
         lengths = group.lengths[run.rows]
         visible = int((lengths + run.counts).max())
@@ -206,7 +204,7 @@ class BlockLayout:
         return RunMask(run, visible, mask)
 
     def _counted(self, depths: np.ndarray, ahead: np.ndarray) -> implicit_positions.Columns | None:
-        """Columns for a model that counts tokens itself; None for one that is given positions."""
+        """Return the columns for a model that derives positions from its cache, else None."""
         if not self._needs_columns:
             return None
         kind = self._kinds[0]  # of several only where the slots' columns are not asked for
@@ -220,7 +218,7 @@ class BlockLayout:
         return implicit_positions.Columns(*told)
 
     def _trees(self, built: dict[str, torch.Tensor], seen: np.ndarray) -> list[BlockTree]:
-        """The masks in the terms of the kernel, which supports windows but not chunks."""
+        """Return the masks in the kernel's format, which has windows but no chunks."""
         device = self._device
         if not tree_attention.serves(device, seen.shape[1]):
             return []
@@ -268,9 +266,9 @@ class BlockLayout:
 
 
 def _seen_in(run: Run, num_fed: np.ndarray, draft: DraftTree) -> np.ndarray | None:
-    """Which tokens of its row's block each query of a run sees, [rows, width, width] bool.
+    """Return which tokens of its row's block each query of a run sees, [rows, width, width] bool.
 
-    None where each of them sees all tokens before it.
+    None if each sees all tokens before it.
     """
     nodes = np.diff(draft.row_offsets)
     if not nodes[run.rows].any():
@@ -285,10 +283,10 @@ def _seen_in(run: Run, num_fed: np.ndarray, draft: DraftTree) -> np.ndarray | No
 
 
 def _places_in_read(num_fed: np.ndarray, nodes: np.ndarray, width: int) -> np.ndarray:
-    """Where the tokens that logits are read of have those of each row, [rows, width].
+    """Return the places of each row's tokens among those with logits, [rows, width].
 
-    They are the last token that a row was fed and its nodes, row after row. A row with fewer has
-    copies of its last one, and a row without tokens has those of others.
+    These are each row's last fed token and its nodes. A row with fewer repeats its last one, and a
+    row without tokens has those of others.
     """
     counts = np.where(num_fed > 0, 1 + nodes, 0)
     places = _offsets(counts)[:-1, None] + np.minimum(np.arange(width), nodes[:, None])
@@ -296,5 +294,5 @@ def _places_in_read(num_fed: np.ndarray, nodes: np.ndarray, width: int) -> np.nd
 
 
 def _offsets(counts: np.ndarray) -> np.ndarray:
-    """Where the entries of every row begin and end: [rows] -> [rows + 1]."""
+    """Return where the entries of every row begin and end: [rows] -> [rows + 1]."""
     return np.concatenate([[0], counts.cumsum()])

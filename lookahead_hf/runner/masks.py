@@ -1,4 +1,4 @@
-"""Attention masks of a block: which slots each token sees, by windows and chunks of columns."""
+"""Attention masks of a block, with windows and chunks of columns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lookahead_hf import compat
 
 @dataclass(frozen=True, slots=True)
 class MaskKind:
-    """One kind of mask that the model takes, by transformers' name for its layer type."""
+    """A kind of mask that the model takes, by transformers' name of the layer type."""
 
     name: str
     window: int | None = None  # columns, the token's own included
@@ -25,7 +25,7 @@ class MaskKind:
         return self.window is not None or self.chunk is not None
 
     def may_hide(self, last: int) -> bool:
-        """Whether a token does not see all columns before its own, if none is beyond `last`."""
+        """Return whether a token up to the column `last` may not see all columns before it."""
         return self.chunk is not None or (self.window is not None and last >= self.window)
 
     def is_near(self, query: Any, key: Any, pads: Any) -> Any:
@@ -40,7 +40,7 @@ class MaskKind:
         return near
 
     def within(self, kept: int | None) -> MaskKind:
-        """Return this kind where plain's cache keeps `kept` earlier columns, None for all."""
+        """Return this kind for a plain cache that keeps `kept` earlier columns, None for all."""
         if kept is None or self.window is not None:
             return self
         return replace(self, window=kept + 1)
@@ -92,7 +92,7 @@ def additive(
     Every backend takes this form; a bool mask would be converted again in every layer.
 
     Args:
-        kind: What the layers of this kind add to causality.
+        kind: The kind of mask.
         seen: Which tokens of the block each token sees.
         lengths: Kept tokens of every row; its block is in the slots behind them.
         visible: Slots that the attention reads, at least as many as the longest row has tokens.

@@ -1,4 +1,4 @@
-"""Drafts with K or V that are not finite, which masks do not hold back: zero times NaN is NaN."""
+"""Drafts whose K or V are not finite; no mask hides them, since zero times NaN is NaN."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from lookahead_hf.cache.slots import SlotCache
 
 _NUM_SAMPLED = 8
-"""Logits of a token that are looked at; one NaN in its hidden states makes NaN of all of them."""
+"""Sampled logits of a token; one NaN in its hidden states makes all of them NaN."""
 
 
 def has_nan(logits: torch.Tensor) -> torch.Tensor:
@@ -19,12 +19,7 @@ def has_nan(logits: torch.Tensor) -> torch.Tensor:
 
 
 def clear(cache: SlotCache, rows: Iterable[int] | None = None) -> None:
-    """Set K and V behind the kept tokens to zero, in all layers.
-
-    Args:
-        cache: The cache.
-        rows: The rows to clear; None for all of them.
-    """
+    """Set K and V behind the kept tokens to zero, in all layers, of some rows or (None) of all."""
     chosen = None if rows is None else set(rows)
     for group in cache.each_group():
         for row, length in enumerate(group.lengths.tolist()):

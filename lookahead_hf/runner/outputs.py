@@ -1,4 +1,4 @@
-"""What a step of the loop returns, and what its tokens are chosen from on a device."""
+"""The outputs of a step, and the scores that a device chooses its tokens from."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class DeviceOutputs(StepOutputs):
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What the tokens of a step are chosen from on a device.
+    """The scores that a device chooses the tokens of a step from.
 
     Attributes:
         values: Processed logits, or probabilities, [rows, width, vocab].
@@ -72,4 +72,4 @@ class Scores:
 
 
 Scoring = Callable[[Rows, DraftTree, torch.Tensor], Scores]
-"""Turns `(rows, draft, logits [rows, width, vocab])` into what the tokens are chosen from."""
+"""Turns `(rows, draft, logits [rows, width, vocab])` into scores."""

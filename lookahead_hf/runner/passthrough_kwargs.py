@@ -1,4 +1,4 @@
-"""Arguments that plain `generate` passes to every forward, other than those that a step sets."""
+"""Arguments that plain `generate` passes to every forward, except those that a step sets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lookahead_hf import compat
 
 
 def passed_on(model_kwargs: dict[str, Any], names: compat.DecoderNames) -> dict[str, Any]:
-    """Return the prepared arguments that every step passes on; it sets those in `names` itself."""
+    """Return the prepared arguments that every step passes on; steps set those in `names`."""
     ours = names.prepared | compat.PROMPT_ONLY
     passed = {k: v for k, v in model_kwargs.items() if k not in ours and v is not None}
     for name in passed.keys() & set(compat.TOKEN_TYPES):  # of every token behind the prompt
@@ -20,7 +20,7 @@ def passed_on(model_kwargs: dict[str, Any], names: compat.DecoderNames) -> dict[
 
 
 def widened(passed: dict[str, Any], width: int) -> dict[str, Any]:
-    """Return what `passed_on` returned for a forward of `width` tokens per row."""
+    """Widen the arguments of `passed_on` to `width` tokens per row."""
     types = {name: passed[name] for name in compat.TOKEN_TYPES if name in passed}
     wide = {name: t.expand(-1, width, *t.shape[2:]) for name, t in types.items()}
     return {**passed, **wide}

@@ -1,8 +1,9 @@
-"""Runs the prompt of one call and takes its cache over."""
+"""Runs the prompt of one call and takes over its cache."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from lookahead_hf import compat
 from lookahead_hf.cache.adopt import AdoptedCache
+from lookahead_hf.cache.columns import ColumnCache
 from lookahead_hf.call import execution
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.model import compiled, numerics, position_limits, prefix_tuning
@@ -27,11 +29,13 @@ class PromptRunner(ABC):
     """The part of a runner that comes before the steps.
 
     Attributes:
-        execution: How the steps were run, as in `SpeculativeStats`.
+        execution: How steps ran, as in `SpeculativeStats`.
         num_fed: Tokens that the model was fed, padding included.
-        only_chains: Whether drafts must be chains, as a recurrent state has one past.
-        recurrent: The layers that keep such a state, None without any or before the prompt.
-        is_flat: Whether blocks hold the tokens of live rows alone, without padding.
+        by_kernel: Counts attentions by whether our kernel did them, if the shape of blocks asks for
+            it everywhere; else None.
+        only_chains: Whether drafts must be chains, because of recurrent states.
+        recurrent: The layers with such states, None without any or before the prompt.
+        is_flat: Whether blocks are flat, see `runner.flat`.
     """
 
     execution: str | None = execution.MODEL
@@ -50,14 +54,15 @@ class PromptRunner(ABC):
         Args:
             model: The target.
             num_rows: Rows of the batch.
-            shape: The shape of every block, None for as large as each draft needs.
+            shape: The shape of every block, None to fit each draft.
             steps: How steps run the layers on a CPU, None for their own code.
-            flat: Whether the model and the call admit flat blocks.
+            flat: Whether blocks are flat.
         """
         self.model = model
         self.num_rows = num_rows
-        self._cache: AdoptedCache | None = None
+        self._cache: ColumnCache | None = None
         self._shape, self._is_compiled = shape, compiled.is_compiled(model)
+        self.by_kernel = Counter[bool]() if shape is not None and shape.by_kernel else None
         self.is_flat = flat
         self._steps = steps
         self._is_nan_alone = np.zeros(num_rows, bool)  # in cleared slots and without a draft
@@ -73,7 +78,7 @@ class PromptRunner(ABC):
 
     @property
     def ways(self) -> dict[str, Any]:
-        """How steps were run, as fields of `SpeculativeStats`."""
+        """How steps ran, as fields of `SpeculativeStats`."""
         if self._steps is None:
             return {"execution": self.execution}
         own_code = tuple(sorted(self._steps.reasons))
@@ -90,7 +95,7 @@ class PromptRunner(ABC):
         return self._cache is not None
 
     @property
-    def cache(self) -> AdoptedCache:
+    def cache(self) -> ColumnCache:
         """The cache, which `prefill` or `start` takes over."""
         assert self._cache is not None
         return self._cache
@@ -135,7 +140,7 @@ class PromptRunner(ABC):
         return outputs
 
     def _read(self, ids: np.ndarray, attended: np.ndarray) -> StepOutputs:
-        """Read prompts, [rows, columns], without their pads, into a cache that lacks them."""
+        """Read prompts, [rows, columns], without their pads, into an empty cache."""
         self.cache.slots.reserve(int(attended.sum(1).max()))
         rows = [row[seen] for row, seen in zip(ids, attended, strict=True)]
         step = self.run(rows, DraftTree.empty(self.num_rows), is_prompt=True)
@@ -154,8 +159,8 @@ class PromptRunner(ABC):
         Args:
             input_ids: Its tokens, [rows, columns].
             cache: An empty cache.
-            mask: 1 for what is attended, [rows, columns]; None for everything.
-            position_ids: Their positions, [..., rows, columns]; None for those by the mask.
+            mask: 1 for attended tokens, [rows, columns]; None if all are.
+            position_ids: Their positions, [..., rows, columns]; None to count by the mask.
         """
         if position_ids is None:
             seen = torch.ones_like(input_ids) if mask is None else mask
@@ -179,7 +184,7 @@ class PromptRunner(ABC):
         is_fed: bool = False,
     ) -> None:
         by_columns = is_fed or self._names.cache == "cache_params"
-        self._cache = AdoptedCache(
+        self._cache = adopted = AdoptedCache(
             *(cache, attended, self.num_rows, compat.layer_masks(self.model), self._trims),
             returned=returned,
             num_columns=position_ids.shape[-1] if by_columns else None,
@@ -188,7 +193,7 @@ class PromptRunner(ABC):
         copies = state_of(self.model).needs_copies
         key = numerics.of_model(self.model), self.is_flat
         self.cache.slots.extent.copies = bool(copies) and key in copies
-        self._kinds = [kind.within(self.cache.seen[kind.name]) for kind in self._kinds]
+        self._kinds = [kind.within(adopted.seen[kind.name]) for kind in self._kinds]
         if self._shape is not None:
             self.cache.slots.fix(self.cache.slots.longest + self._shape.room)
         position_ids = position_ids.expand(*position_ids.shape[:-2], self.num_rows, -1)

@@ -33,21 +33,20 @@ def may_leave_padding(
     generation_config: Any,
     model_kwargs: dict[str, Any],
 ) -> bool:
-    """Return whether a flat block of prompts gives every row what its padded prompt gives it.
+    """Return whether prompts may be read in a flat block instead of a padded batch.
 
-    It fills a cache of our own from the start, which has nothing in the columns of pads. So the
-    caller must not see the cache. It must also hold the whole prompt, since a window would move on
-    while the prompt is read.
+    The block fills a cache of our own, which holds nothing for pads, so the caller must not see the
+    cache. No window may be shorter than the prompt: it would move while the prompt is read.
     """
     cache: Any = model_kwargs.get("past_key_values")
     if attended.all() or not attended[:, -1].all():
-        return False  # where a row ends with a pad, plain goes on from that
+        return False  # plain generation goes on from a pad at the end of a row
     if generation_config.return_dict_in_generate or compat.is_users_cache(cache):
         return False
     if generation_config.prefill_chunk_size is not None or model_kwargs.get("output_hidden_states"):
         return False
     if any(model_kwargs.get(name) is not None for name in compat.PROMPT_ONLY):
-        return False  # embeddings or pictures, which the tokens alone do not show
+        return False  # embeddings or pictures
     if type(cache) is not compat.DynamicCache or not cache.layers or cache.get_seq_length():
         return False
     windows = [hf_layers.window(layer) for layer in cache.layers]

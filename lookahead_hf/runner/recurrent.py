@@ -1,4 +1,4 @@
-"""Mixers in one call: a state stays behind a draft, and what was kept is fed to it again."""
+"""Mixers in one call: states stay behind a draft, and kept tokens are fed to them again."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from lookahead_hf import compat
 from lookahead_hf.model import numerics
 from lookahead_hf.model.facts import facts_of
 from lookahead_hf.model_state import state_of
+from lookahead_hf.patches.mixers import without_padding
 
 MOST_PENDING = 16
-"""Tokens of a row that wait for its state; as soon as there are so many, the state advances."""
+"""Kept tokens of a row that make its state advance over them."""
 
-HARSH = (-9.0, 9.0)
-"""Biases with which mixers are compared: the shortest time steps, and open gates."""
+HARSH = ((-9.0, -4.0, 1.0), (9.0, -4.0, 1.0), (9.0, 2.0, 1.0), (None, -4.0, 16.0))
+"""Settings with which mixers are compared, so that a drift shows: the biases of time steps, the
+logarithms of decays, and a factor of the inputs, which opens and closes gates."""
 
 TINY = 1e-12
 
@@ -30,35 +32,24 @@ class Mixer:
     """A module that reads and writes a recurrent state, in the blocks of one call.
 
     A state cannot be rolled back, so it stays where it is until all of a row's block is kept. The
-    mixer keeps its own inputs for the tokens that a row has kept since then. They *wait*: they are
-    put before the inputs of the next block, and of the outputs those of the block are returned. The
-    rest of the model sees an ordinary block. Padding is to the right of a row's tokens, where it
-    cannot reach them, so that ragged rows need no mask.
+    mixer stores its inputs for the tokens that a row has kept since then. They *wait*: they precede
+    the inputs of the next block, and only the outputs of the block are returned. The rest of the
+    model sees an ordinary block. Padding is to the right of a row's tokens, where it cannot reach
+    them, so that ragged rows need no mask.
     """
 
     def __init__(self, module: Any, cache: Any, num_rows: int) -> None:
-        """Prepare for one call.
-
-        Args:
-            module: The module.
-            cache: The cache that holds its states.
-            num_rows: Rows of the batch.
-        """
+        """Prepare for one call; `cache` holds the module's states."""
         self._module, self._cache, self._num_rows = module, cache, num_rows
         self._names = tuple(inspect.signature(type(module).forward).parameters)[1:]
         self._run: Callable[..., Any] = module.forward
         self._given: dict[str, Any] = {}
 
     def forward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a block from the state of every row; the states stay as they are.
-
-        Args:
-            run: The module's forward.
-            *args: The block's arguments of it.
-            **kwargs: The others.
+        """Run a block by the module's forward, from the state of every row, which stays as it is.
 
         Returns:
-            What the module returns for the block; its tensors are [rows, width, ...].
+            The module's outputs for the block; tensors are [rows, width, ...].
         """
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         inputs = given.pop(self._names[0])
@@ -132,7 +123,7 @@ class Stash(Mixer):
         return _mapped(output, lambda part: part[rows, places])
 
     def _behind_waiting(self, inputs: torch.Tensor, most: int) -> torch.Tensor:
-        """The inputs of the tokens that wait and of the block, [rows, most + width, hidden]."""
+        """Return the inputs of waiting tokens and the block, [rows, most + width, hidden]."""
         if not most:
             return inputs
         joined = inputs.new_zeros(len(inputs), most + inputs.shape[1], inputs.shape[2])
@@ -167,7 +158,7 @@ class Stash(Mixer):
             self._advance([row for row in rows if len(self._waiting[row]) == count], count)
 
     def _advance(self, rows: list[int], count: int) -> None:
-        """Move the states of rows over the first `count` of the tokens that wait in each."""
+        """Move the states of rows over the first `count` waiting tokens of each."""
         index = torch.tensor(rows)
         with self._unchanged() as states:
             self._set([state[index] for state in states])
@@ -207,25 +198,27 @@ class TokenByToken(Mixer):
 
 
 class Compared(TokenByToken):
-    """A mixer that is asked whether several tokens move its state as single ones do.
+    """A mixer that finds out whether several tokens move its state as single ones do.
 
-    It is asked again with other biases: the time steps of some mixers follow from theirs, and a
-    forward may limit these steps for several tokens alone.
+    In each block it is asked once as it is, and once with settings of `HARSH`: a forward may limit
+    time steps, decays or gates for several tokens alone, which its own parameters may not show.
 
     Attributes:
-        difference: Largest difference of a block's outputs and states from those token by token, in
-            standard deviations of these.
+        difference: Largest difference between a block's outputs and states and those token by
+            token, in standard deviations of the latter.
     """
 
     difference = 0.0
+    _num_blocks = 0
 
     def _block(self, inputs: torch.Tensor) -> Any:
         own = self._run
-        for bias in HARSH:
-            if (harsh := _with_biases(self._module, bias)) is not None:
-                self._run = compat.without_padding(harsh)
-                self._compare(inputs)
-        self._run = own
+        if not any(parameter.is_meta for parameter in self._module.parameters()):  # offloaded
+            bias, decay, factor = HARSH[self._num_blocks % len(HARSH)]
+            self._run = without_padding(_harsh(self._module, bias, decay))
+            self._compare(factor * inputs)
+            self._run = own
+        self._num_blocks += 1
         return self._compare(inputs)
 
     def _compare(self, inputs: torch.Tensor) -> Any:
@@ -239,16 +232,26 @@ class Compared(TokenByToken):
         return output
 
 
-def _with_biases(module: Any, value: float) -> Any:
-    """Return a mixer that shares all weights but its own biases, None where it has none."""
-    own = compat.parameters_of(module)
-    names = [name for name, each in own.items() if each is not None and name.endswith("bias")]
-    if not names:
-        return None
-    copied = copy.copy(module)
+def _harsh(module: Any, bias: float | None, decay: float) -> Any:
+    """Return a mixer that shares all weights but its decays and the biases of its time steps."""
+    copied = _filled(module, {"bias": bias, "A_log": decay})
     vars(copied).pop("forward", None)  # ours
-    biases = {name: torch.full_like(own[name], value) for name in names}
-    compat.set_parameters(copied, {**own, **biases})
+    children = compat.children_of(module)
+    steps = {name: _filled(children[name], {"bias": bias}) for name in children if "dt" in name}
+    compat.set_children(copied, {**children, **steps})
+    return copied
+
+
+def _filled(module: Any, values: dict[str, float | None]) -> Any:
+    """Return a copy of a module with values for the parameters whose names end so; None keeps."""
+    copied, own = copy.copy(module), compat.parameters_of(module)
+    filled = {
+        name: torch.full_like(parameter, value)
+        for name, parameter in own.items()
+        for end, value in values.items()
+        if value is not None and parameter is not None and name.endswith(end)
+    }
+    compat.set_parameters(copied, {**own, **filled})
     return copied
 
 
@@ -279,8 +282,8 @@ class RecurrentLayers:
             model: The target.
             cache: The cache that holds the states.
             num_rows: Rows of the batch.
-            by_token: Whether every mixer gets the tokens of a block one by one, so that a token's
-                bits do not depend on the draft.
+            by_token: Whether every mixer gets a block's tokens one by one, so that a token's bits
+                do not depend on the draft.
         """
         stepwise = state_of(model).stepwise_mixers.get(numerics.of_model(model))
         self._mixers: dict[int, Mixer] = {}
@@ -305,7 +308,7 @@ class RecurrentLayers:
         self._kept = None if kept is None else kept + counts
 
     def are_at(self, num_kept: int) -> bool:
-        """Whether every mixer has kept so many tokens behind the prompt in every row."""
+        """Return whether every row has kept `num_kept` tokens behind the prompt."""
         return self._kept is not None and bool((self._kept == num_kept).all())
 
     def settle(self) -> None:
@@ -315,5 +318,5 @@ class RecurrentLayers:
 
     @property
     def differences(self) -> list[float]:
-        """How far each mixer's blocks are from single tokens, where mixers are compared."""
+        """The `difference` of each mixer that is compared."""
         return [m.difference for m in self._mixers.values() if isinstance(m, Compared)]

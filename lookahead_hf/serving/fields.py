@@ -17,28 +17,28 @@ OF_THE_SERVER = {
     "pool": "start the server with --pool FILE",
     "learn": 'start the server with --config \'{"pool": FILE, "learn": true}\'',
 }
-"""Fields of a configuration that requests cannot set, as they open files or share texts."""
+"""Fields that requests cannot set, because they open files or share texts."""
 
 _EVENT = b"data: "
 
 
 @dataclass(eq=False)
 class ServedRequest:
-    """What one request asks of speculation, and what its generation did.
+    """One request: how to generate its answer, and how that went.
 
-    The event loop and the thread that generates share it; each attribute is written by one of them.
+    The event loop and the generating thread share it; each attribute is written by one of them.
 
     Attributes:
-        speculative: A configuration, False for plain decoding, None for what the server does.
-        prediction: The text that the client expects, None without one.
+        speculative: A configuration, False for plain decoding, None for the server's default.
+        prediction: The text that the client expects.
         samples: Whether it asks for a sample.
-        schema: The JSON schema that the answer obeys, None without one.
-        tools: The tools one of which it calls, by name, with the JSON schemas of their parameters;
-            None if any answer is right.
+        schema: The JSON schema of the answer, None for any text.
+        tools: The tools of which the answer calls one, by name, with the JSON schemas of their
+            parameters; None if it need not call any.
         is_cancelled: Whether the client went away.
         has_begun: Whether the first token was generated.
-        refusal: Why `generate` refused its arguments, None if it did not.
-        stats: What the generation did, None before its end and after plain decoding.
+        refusal: Why `generate` refused its arguments.
+        stats: The statistics, None before the end and after plain decoding.
     """
 
     speculative: SpeculativeConfig | bool | None = None
@@ -53,14 +53,14 @@ class ServedRequest:
 
 
 current: ContextVar[ServedRequest | None] = ContextVar("lookahead_hf_request", default=None)
-"""The request that the running code serves."""
+"""The request that is being served."""
 
 
 def take_request(body: dict[str, Any], config: SpeculativeConfig) -> ServedRequest:
-    """Take the fields of speculation out of a request's body, which transformers would refuse.
+    """Take our fields out of a request's body, since transformers would refuse them.
 
     Args:
-        body: The request; `speculative` and `prediction` are removed from it.
+        body: The request, which loses `speculative` and `prediction`.
         config: The server's own configuration.
 
     Raises:
@@ -87,7 +87,7 @@ def allowed(asked: Any, config: SpeculativeConfig) -> SpeculativeConfig | bool |
     _check(asked if isinstance(asked, Mapping) else {})
     of_request = SpeculativeConfig.resolve(asked)
     assert of_request is not None
-    _check(vars(of_request))  # another field may have brought it about
+    _check(vars(of_request))  # a preset or vLLM's method may have set them
     if of_request.drafters is None or "pool" in of_request.drafters:
         return dataclasses.replace(of_request, pool=config.pool)
     return of_request
@@ -100,7 +100,7 @@ def _check(fields: Mapping[str, Any]) -> None:
 
 
 def _text_of(prediction: Any) -> str | None:
-    """The text of OpenAI's field `prediction`."""
+    """Return the text of OpenAI's field `prediction`."""
     if prediction is None:
         return None
     is_content = isinstance(prediction, Mapping) and prediction.get("type") == "content"
@@ -122,7 +122,7 @@ def _is_text(part: Any) -> bool:
 
 
 def add_to_events(events: bytes, request: ServedRequest) -> bytes:
-    """Return server-sent events with our fields in those that report the usage."""
+    """Add our fields to the server-sent events that report the usage."""
     if b'"usage"' not in events:
         return events
     return b"\n\n".join(
@@ -132,7 +132,7 @@ def add_to_events(events: bytes, request: ServedRequest) -> bytes:
 
 
 def add_to_answer(answer: bytes, request: ServedRequest) -> bytes:
-    """Return an answer in JSON with our fields in it, if it reports the usage."""
+    """Add our fields to an answer in JSON that reports the usage."""
     try:
         whole = json.loads(answer)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Reads our fields from a server's requests, and adds ours to its answers."""
+"""Reads our fields from requests, and adds fields of ours to answers."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 
 class SpeculativeFields:
-    """An ASGI middleware that gives every request for a text its `ServedRequest`, as `current`.
+    """An ASGI middleware that sets `current` for every request for a text.
 
     Args:
         app: The application that answers.
-        config: How the server speculates where a request does not say.
+        config: How to speculate by default.
         models: transformers' manager of the server's models.
     """
 
@@ -59,7 +59,7 @@ class SpeculativeFields:
             await _refusal(request.refusal)(scope, receive, send)
 
     def _take(self, path: str, body: bytes) -> tuple[bytes, ServedRequest]:
-        """The body without our fields, and what these ask for."""
+        """Return the body without our fields, and the request that they describe."""
         try:
             fields = json.loads(body)
         except ValueError:
@@ -102,10 +102,9 @@ class SpeculativeFields:
 
 
 class _Reply:
-    """Sends an answer with its statistics, and nothing of it before the first token.
+    """Sends an answer with its statistics, holding a stream back until its first token.
 
-    Until then `generate` may refuse its arguments. As the status line of a stream has not left
-    either, the client gets an ordinary error.
+    Until then `generate` may refuse its arguments, and the client gets an ordinary error.
     """
 
     def __init__(self, request: ServedRequest, send: Send) -> None:

@@ -1,4 +1,4 @@
-"""Fields of OpenAI's API that transformers' server would ignore: obeyed here, or refused."""
+"""Fields of OpenAI's API that transformers' server ignores: obeyed here, or refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ REFUSED: Mapping[str, Mapping[str, tuple[tuple[Any, ...], str]]] = {
         "max_tool_calls": ((), "leave it out"),
     },
 }
-"""Fields by path: the values that ask for nothing, and what to do instead of any other."""
+"""Fields by path: the values that ask for nothing, and the remedy for any other value."""
 
 
 class UnknownModelError(ValueError):
@@ -45,11 +45,11 @@ class UnknownModelError(ValueError):
 
 
 def check_fields(path: str, body: dict[str, Any], only_model: str | None) -> None:
-    """Check a request for what would be ignored, and obey `tool_choice="none"`.
+    """Refuse fields that would be ignored, and obey `tool_choice="none"`.
 
     Args:
         path: The request's path.
-        body: The request; tools that are not to be called are removed from it.
+        body: The request, which loses tools that must not be called.
         only_model: The model of a server that has a single one.
 
     Raises:
@@ -80,7 +80,7 @@ def samples(body: Mapping[str, Any]) -> bool:
 
 
 def listing(manager: Any) -> Callable[[], list[dict[str, Any]]]:
-    """Return what lists the models of a server: the one that it is for, else those of the cache.
+    """Return a function that lists a server's only model, else those of the hub's cache.
 
     Args:
         manager: transformers' manager of the server's models.
@@ -108,7 +108,7 @@ def error(message: str, code: str | None = None) -> dict[str, Any]:
 
 
 def as_error(answer: bytes) -> bytes:
-    """Return an error of FastAPI, `{"detail": ...}`, in OpenAI's form; any other as it is."""
+    """Turn an error of FastAPI, `{"detail": ...}`, into OpenAI's form; keep any other."""
     try:
         detail = json.loads(answer).get("detail")
     except (ValueError, AttributeError):

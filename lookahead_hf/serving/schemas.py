@@ -11,13 +11,13 @@ from lookahead_hf.serving.tools import calling
 
 
 def take_schema(body: dict[str, Any]) -> str | None:
-    """Take the field for the answer's format out of a request's body; transformers ignores it.
+    """Take the answer's format, which transformers' server ignores, out of a request's body.
 
     Args:
-        body: The request; `response_format`, or `format` of the Responses API's `text`, is removed.
+        body: The request, which loses `response_format`, or `format` of the Responses API's `text`.
 
     Returns:
-        The text of a JSON schema, None if any answer is right.
+        The text of a JSON schema, None for any text.
 
     Raises:
         ValueError: The format is not known.
@@ -44,7 +44,7 @@ def take_schema(body: dict[str, Any]) -> str | None:
 
 
 def obey(request: ServedRequest, given: dict[str, Any], model: Any, tokenizer: Any) -> None:
-    """Add to the arguments of a generation what makes its text the answer that is asked for.
+    """Add the logits processor of a request's schema or tools to the arguments of a generation.
 
     Args:
         request: The request.
@@ -53,8 +53,8 @@ def obey(request: ServedRequest, given: dict[str, Any], model: Any, tokenizer: A
         tokenizer: Its tokenizer, or the processor that has it.
 
     Raises:
-        ValueError: A schema cannot be compiled, xgrammar is not installed, or it is not known how
-            the model calls a tool.
+        ValueError: A schema cannot be compiled, xgrammar is not installed, or the model's way to
+            call tools is unknown.
     """
     if request.schema is None and request.tools is None:
         return
@@ -70,7 +70,7 @@ def obey(request: ServedRequest, given: dict[str, Any], model: Any, tokenizer: A
 
 
 def obeying_manager(model: Any, tokenizer: Any) -> Callable[..., Any]:
-    """Return an `init_continuous_batching` of a model whose manager obeys the current request."""
+    """Return an `init_continuous_batching` whose managers obey the schemas of their requests."""
     make = model.init_continuous_batching
 
     def init_continuous_batching(*args: Any, **kwargs: Any) -> Any:

@@ -1,10 +1,10 @@
 """Puts speculation into `transformers serve`.
 
-`Serve` of transformers builds its application with `build_server`. While `speculating` is open, an
-application that is built so speculates. Three of its objects are altered, and none of their
-classes: the manager of the models enables every model that it hands out, and lists what is served;
-the managers of the threads that generate let a generation know the request that it belongs to; the
-application gets a middleware and the route `/metrics`.
+transformers' `Serve` builds its application with `build_server`. Inside `speculating`, such an
+application speculates. Three of its objects are altered, and none of their classes: the manager of
+the models enables every model that it hands out, and lists what is served; the managers of
+generating threads pass the request on to its generation; the application gets a middleware and the
+route `/metrics`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SEAMS = (
     "utils.GenerateManager.submit",
     "utils.GenerateManager.async_submit",
 )
-"""What we alter in `transformers.cli.serving`."""
+"""The parts of `transformers.cli.serving` that are altered."""
 
 
 class Cancelled(Exception):
@@ -60,11 +60,11 @@ def speculating(
     another tokenizer.
 
     Args:
-        config: How to speculate where a request does not say.
+        config: How to speculate by default.
         prepare: Called with each model before its first request, such as `warm_up`.
 
     Raises:
-        UnknownServerError: The server of the installed transformers is not known.
+        UnknownServerError: The installed transformers has another server.
     """
     server = _known_server()
     original = server.build_server
@@ -97,7 +97,7 @@ def speculating(
 
 
 def _known_server() -> Any:
-    """The module of `build_server`, once it is sure that all `SEAMS` exist."""
+    """Return the module of `build_server`, after checking that all `SEAMS` exist."""
     try:
         from transformers.cli import serving
         from transformers.cli.serving import model_manager, server, utils  # noqa: F401
@@ -116,7 +116,7 @@ def _known_server() -> Any:
 
 
 def _enable_models(manager: Any, enable: Callable[[Any, Any], None]) -> None:
-    """Enable the models that the manager has, and each that it hands out from now on."""
+    """Enable the manager's models, now and as it loads them."""
     load = manager.load_model_and_processor
 
     def load_and_enable(*args: Any, **kwargs: Any) -> Any:
@@ -136,7 +136,7 @@ def _enable_models(manager: Any, enable: Callable[[Any, Any], None]) -> None:
 
 
 def _pass_requests_on(state: Any) -> None:
-    """Let what is submitted to a thread see the context of the request that submits it."""
+    """Let tasks of generating threads run in the context of their request."""
     from transformers.cli.serving.utils import GenerateManager
 
     get_manager = state.get_manager
@@ -166,13 +166,13 @@ def _is_served(model: Any) -> bool:
 
 
 class ServedGenerate:
-    """Replaces `generate` of a served model: does what the current request asks for.
+    """Replaces `generate` of a served model, and applies the fields of the current request.
 
     Args:
-        model: The model, which is enabled.
+        model: The model, which gets enabled.
         tokenizer: Its tokenizer, or the processor that has it.
-        config: How to speculate where neither the request nor a generation config says.
-        metrics: Counts what calls did.
+        config: How to speculate by default.
+        metrics: Counts draft tokens.
     """
 
     def __init__(
@@ -218,15 +218,15 @@ class ServedGenerate:
 
 
 def _takes_streamer(model: Any, config: Any) -> bool:
-    """Whether `generate` of a request without a streamer can be given one: not for beams."""
+    """Whether a request without a streamer can get one: not for beams."""
     beams = [getattr(each, "num_beams", None) for each in (config, model.generation_config)]
     return not model.config.is_encoder_decoder and (beams[0] or beams[1] or 1) == 1
 
 
 class _Watched:
-    """Stands before a request's streamer, if it has one.
+    """Wraps a request's streamer, or stands in for a missing one.
 
-    It ends the generation if the client went away, and keeps the statistics before the client sees
+    It ends the generation if the client went away, and stores the statistics before the client sees
     the end of the text.
     """
 

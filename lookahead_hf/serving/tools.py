@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 def take_tools(body: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the tools one of which an answer has to call.
+    """Return the tools of which the answer has to call one.
 
     Args:
         body: The request, whose `tool_choice` transformers' server ignores.
 
     Returns:
-        The JSON schema of each tool's parameters, by name; None if any answer is right.
+        The JSON schema of each tool's parameters, by name; None if the answer need not call any.
 
     Raises:
         ValueError: `tool_choice` is not understood, or names a tool that the request lacks.
@@ -41,7 +41,7 @@ def take_tools(body: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _functions(tools: Any) -> dict[str, Any]:
-    """The parameters of functions by name, in the form of either API."""
+    """Return the parameters of functions by name, from the form of either API."""
     given = tools if isinstance(tools, list) else []
     each = (tool.get("function", tool) for tool in given if isinstance(tool, Mapping))
     named = [function for function in each if isinstance(function, Mapping)]
@@ -63,7 +63,7 @@ def calling(tools: Mapping[str, Any], model: Any, tokenizer: Any, prompt: Any) -
         prompt: The tokens of the prompt, [length] or [1, length].
 
     Raises:
-        ValueError: The markers are not known, or a tool's parameters cannot be compiled.
+        ValueError: The markers are unknown, or a tool's parameters cannot be compiled.
     """
     from lookahead_hf import structured
 
@@ -72,7 +72,7 @@ def calling(tools: Mapping[str, Any], model: Any, tokenizer: Any, prompt: Any) -
     if markers is None:
         raise ValueError('tool_choice: how this model writes a call is not known: use "auto"')
     thinking = fields.get("reasoning_content", {})
-    text = getattr(tokenizer, "tokenizer", tokenizer).decode(_last(prompt))
+    text = tokenizer.decode(_last(prompt))
 
     def compiled(compiler: Any, each: Any) -> Any:
         return compiler.compile_grammar(_grammar(each, markers, thinking, text))
@@ -87,7 +87,7 @@ def _last(prompt: Any) -> list[int]:
 
 
 def _fields(model: Any, tokenizer: Any) -> Mapping[str, Any]:
-    """How transformers' server takes a model's answer apart."""
+    """Return how transformers' server parses a model's answer."""
     try:
         from transformers.cli.serving.utils import get_response_template
     except ImportError:
@@ -97,7 +97,7 @@ def _fields(model: Any, tokenizer: Any) -> Mapping[str, Any]:
 
 
 def _markers(field: Mapping[str, Any]) -> tuple[str, str] | None:
-    """What stands around the JSON of a call, None if a call is no such JSON."""
+    """Return the markers around the JSON of a call, None if a call has another form."""
     pattern = field.get("open_pattern", "")
     begin, end = field.get("open", pattern.removeprefix(r"\s*")), field.get("close")
     is_whole = field.get("transform") == {"type": "function", "function": "{content}"}
@@ -110,7 +110,7 @@ def _markers(field: Mapping[str, Any]) -> tuple[str, str] | None:
 def _grammar(
     tools: Mapping[str, Any], markers: tuple[str, str], thinking: Mapping[str, Any], prompt: str
 ) -> Any:
-    """xgrammar's grammar of one call, with the usual whitespace."""
+    """Return xgrammar's grammar of one call, with the usual whitespace."""
     from xgrammar import Grammar
 
     def exactly(text: str) -> Any:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any
 
 import torch
 
 from lookahead_hf import compat
 from lookahead_hf.cache import hf_layers
+from lookahead_hf.call.prepared import PreparedCall
 from lookahead_hf.distributed import sharding
 from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.model import prefix_tuning
 from lookahead_hf.model.facts import facts_of, read
-from lookahead_hf.patches import attention
+from lookahead_hf.patches import attention, trust
 from lookahead_hf.patches.attention import SERVED
 from lookahead_hf.runner import passthrough_kwargs
 from lookahead_hf.support import self_test
@@ -28,35 +30,63 @@ ENCODER_DECODERS = frozenset(
     {"bart", "blenderbot", "blenderbot-small", "florence2", "longt5", "m2m_100", "marian", "mbart"}
     | {"moonshine", "mt5", "mvp", "pegasus", "plbart", "t5", "t5gemma", "umt5", "whisper"}
 )
-"""Types whose decoder looks positions up in a table, weighs distances, or takes positions."""
+"""Types whose decoder positions we know: by a table, by distances, or by position ids."""
 
 _SCALARS = (bool, int, float, str)
 
 
-def check_call(
-    model: Any, generation_config: Any, model_kwargs: dict[str, Any], *, is_checked: bool = False
-) -> None:
-    """Raise Unserved where this call's model, cache or arguments cannot be served.
+class Purpose(Enum):
+    """What a model is admitted for."""
+
+    CALL = "a call of its generate"
+    PART = "a decoding within a call whose generate is the model's own"
+    WARM_UP = "steps of calls to come"
+    ASSISTANT = "drafts for another model"
+    REQUESTS = "continuous batching"
+
+
+def admit(model: Any, purpose: Purpose, cache: Any = None) -> None:
+    """Raise Unserved if a model cannot be served, before transformers prepares a call on it.
+
+    This reads the facts of the model.
 
     Args:
         model: The model.
-        generation_config: As prepared by `generate`.
-        model_kwargs: As prepared by `generate`.
-        is_checked: Whether `check_kind` has passed, and `check_cache` with the caller's cache.
+        purpose: What it is to do.
+        cache: The caller's cache, if there is one.
     """
-    cache = model_kwargs.get(compat.decoder_names(model).cache)
-    if not is_checked:
-        read(model)
-        check_kind(model)
-    if not (is_checked and compat.is_users_cache(cache)):
-        shows = generation_config.return_dict_in_generate and generation_config.output_attentions
-        check_cache(model, cache, bool(shows))
-    _check_arguments(model, model_kwargs)
-    prefix_tuning.check(model, generation_config, model_kwargs)
+    _check_setup(model)
+    if purpose is Purpose.CALL and compat.has_own_generate(model):
+        return  # which decides what is decoded
+    _check_kind(model)
+    if cache is not None:
+        _check_cache(model, cache)
+    if purpose is Purpose.ASSISTANT:
+        _check_trees(model)
+    elif purpose is Purpose.REQUESTS:
+        _check_rows(model)
+    elif purpose is Purpose.WARM_UP:
+        _check_blocks(model)
 
 
-def check_trial(model: Any) -> None:
-    """Raise Unserved where a model of an unknown type fails its self test."""
+def admit_call(call: PreparedCall) -> None:
+    """Raise Unserved if a prepared call on a model that was admitted cannot be served."""
+    model, config = call.model, call.generation_config
+    shows_attention = config.return_dict_in_generate and config.output_attentions
+    cache = call.model_kwargs.get(compat.decoder_names(model).cache)
+    _check_cache(model, cache, bool(shows_attention))
+    _check_arguments(model, call.model_kwargs)
+    prefix_tuning.check(model, config, call.model_kwargs)
+    _check_room(call)
+    if call.request.draws(call.do_sample):
+        _check_trees(model)
+    if call.request.config.draft_invariant and facts_of(model).has_experts:
+        raise Unserved(FallbackReason.INVARIANCE, type(model).__name__)
+    _check_blocks(model)  # the last one, since it may run forwards
+
+
+def _check_blocks(model: Any) -> None:
+    """Raise Unserved if a model of an unknown type fails its self test."""
     if model.config.is_encoder_decoder:
         return
     found, fix = self_test.refusal(model)
@@ -65,10 +95,10 @@ def check_trial(model: Any) -> None:
 
 
 def takes_flat(model: Any, position_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> bool:
-    """Return whether a call's tokens may be fed as one row, whose attention alone we divide.
+    """Return whether a call may run in flat blocks, whose attention alone tells rows apart.
 
-    Nothing else may couple the tokens or tell the rows apart, such as an argument with an entry for
-    every row, or a hook of the caller's.
+    So nothing else may couple tokens or depend on rows, such as an argument with an entry for every
+    row, or a hook.
 
     Args:
         model: The model.
@@ -84,13 +114,15 @@ def takes_flat(model: Any, position_ids: torch.Tensor, model_kwargs: dict[str, A
     facts = facts_of(model)
     if facts.is_hooked or facts.is_compiled or not facts.all_on(torch.device("cpu")):
         return False
+    if trust.watcher():
+        return False
     if facts.mixers or facts.needs_columns:
         return False  # a state belongs to a row, and so do columns
     return attention.is_ours_everywhere(model) and not self_test.refusal(model, is_flat=True)[0]
 
 
-def check_kind(model: Any) -> None:
-    """Raise Unserved where the model's type or config shows that no call can be served."""
+def _check_kind(model: Any) -> None:
+    """Raise Unserved if the model's type or configuration shows that no call can be served."""
     config = compat.text_config(model)
     if model.config.model_type in UNSERVED_TYPES or config.model_type in UNSERVED_TYPES:
         raise Unserved(FallbackReason.MODEL, f"model type {model.config.model_type!r}")
@@ -108,15 +140,15 @@ def check_kind(model: Any) -> None:
         raise Unserved(FallbackReason.MODEL, f"layer type {', '.join(sorted(unknown))}")
     name = (compat.attention_name(config) or "").removeprefix("lookahead:")
     if name and name not in SERVED:
-        check_flash(model, name)
+        _check_flash(model, name)
     if name and not compat.has_stock_masks(name):
         raise Unserved(FallbackReason.ATTENTION, f"the mask function registered as {name!r}")
 
 
-def check_flash(model: Any, name: str) -> None:
-    """Raise Unserved where an attention implementation is not flash attention that we may replace.
+def _check_flash(model: Any, name: str) -> None:
+    """Raise Unserved if an attention implementation is not flash attention that we may replace.
 
-    That of an encoder-decoder's cross-attention takes a single token beside a mask.
+    In an encoder-decoder it is also that of cross-attention, which takes no mask of ours.
     """
     if not compat.is_flash(compat.attention_function(name)):
         raise Unserved(FallbackReason.ATTENTION, f"attention implementation {name!r}")
@@ -125,8 +157,8 @@ def check_flash(model: Any, name: str) -> None:
         raise Unserved(FallbackReason.ATTENTION, detail)
 
 
-def check_states(model: Any) -> None:
-    """Raise Unserved where the model keeps a recurrent state that cannot be rolled back."""
+def _check_states(model: Any) -> None:
+    """Raise Unserved if the model keeps a recurrent state that cannot be rolled back."""
     mixers = facts_of(model).mixers
     if compat.is_stateful(model) and not mixers:
         raise Unserved(FallbackReason.STATEFUL, type(model).__name__)
@@ -136,52 +168,52 @@ def check_states(model: Any) -> None:
         raise Unserved(FallbackReason.STATEFUL, "a compiled forward")
 
 
-def check_trees(model: Any) -> None:
-    """Raise Unserved where the model's drafts have to be chains."""
+def _check_trees(model: Any) -> None:
+    """Raise Unserved if the model's drafts have to be chains."""
     if facts_of(model).mixers:
         raise Unserved(FallbackReason.STATEFUL, f"{type(model).__name__} verifies chains alone")
 
 
-def check_room(
-    model: Any,
-    input_ids: torch.Tensor,  # [rows, columns]; with the caller's cache perhaps only new ones
-    generation_config: Any,
-    model_kwargs: dict[str, Any],
-) -> None:
-    """Raise Unserved where a cache has no room for a call's longest text; plain reports that."""
-    room = hf_layers.room(
-        compat.self_attention(model_kwargs[compat.decoder_names(model).cache]), compat.window(model)
-    )
-    columns = input_ids.shape[1]
+def _check_rows(model: Any) -> None:
+    """Raise Unserved if texts cannot come and go in the rows of the model's cache."""
+    facts = facts_of(model)
+    if sharding.is_spread(model):
+        raise Unserved(FallbackReason.TENSOR_PARALLEL, "in continuous batching")
+    if compat.has_own_generate(model) or model.config.is_encoder_decoder:
+        raise Unserved(FallbackReason.CONTINUOUS_BATCHING, type(model).__name__)
+    if compat.is_stateful(model) or facts.mixers:
+        raise Unserved(FallbackReason.STATEFUL, "in continuous batching")
+    if {None, "indexed_attention"} & {*compat.layer_masks(model)}:
+        raise Unserved(FallbackReason.CONTINUOUS_BATCHING, "layers that hold more than K and V")
+    if facts.needs_columns or prefix_tuning.of_model(model).count:
+        raise Unserved(FallbackReason.CONTINUOUS_BATCHING, "a model that counts positions itself")
+
+
+def _check_room(call: PreparedCall) -> None:
+    """Raise Unserved if a cache has no room for a call's longest text; plain reports that."""
+    model, config, given = call.model, call.generation_config, call.model_kwargs
+    cache = compat.self_attention(given[compat.decoder_names(model).cache])
+    room = hf_layers.room(cache, compat.window(model))
+    if room is None:
+        return
+    columns = call.input_ids.shape[1]  # with the caller's cache perhaps only new ones
     if not compat.counts_positions(model):
-        columns = compat.known_mask_length(generation_config, model_kwargs) or columns
-    most_fed = columns + generation_config.max_length - input_ids.shape[1] - 1
-    if room is not None and most_fed > room:
+        columns = compat.known_mask_length(config, given) or columns
+    most_fed = columns + call.num_new - 1
+    if most_fed > room:
         fix = f"give it room for {most_fed}, or pass a DynamicCache"
         raise Unserved(FallbackReason.CACHE, f"a static cache of {room} columns", fix)
 
 
 def on_device(model: Any, input_ids: torch.Tensor) -> bool:
-    """Return whether steps can stay on the device: the model is there, and counts no columns."""
+    """Return whether steps can stay on the device of the prompt."""
     facts = facts_of(model)
     counts = facts.needs_columns or prefix_tuning.of_model(model).count
     return facts.all_on(input_ids.device) and not counts and not facts.mixers
 
 
-def check_invariance(model: Any) -> None:
-    """Raise Unserved where a token's bits depend on the other tokens of its block."""
-    if facts_of(model).has_experts:
-        raise Unserved(FallbackReason.INVARIANCE, type(model).__name__)
-
-
-def check_cache(model: Any, given: Any, shows_attention: bool = False) -> None:
-    """Raise Unserved where a cache cannot be taken over.
-
-    Args:
-        model: The target.
-        given: The cache that its forwards get, its own or the caller's.
-        shows_attention: Whether the caller asked for attention weights.
-    """
+def _check_cache(model: Any, given: Any, shows_attention: bool = False) -> None:
+    """Raise Unserved if the cache that forwards are given cannot be taken over."""
     cache = compat.self_attention(given)
     if type(cache) not in compat.CACHES:
         raise Unserved(FallbackReason.CACHE, f"a cache of type {type(cache).__name__}")
@@ -199,6 +231,7 @@ def check_cache(model: Any, given: Any, shows_attention: bool = False) -> None:
 
 
 def _check_arguments(model: Any, model_kwargs: dict[str, Any]) -> None:
+    """Raise Unserved if an argument of the model's forward is not supported."""
     names = compat.decoder_names(model)
     if names.positions is not None and model_kwargs.get(names.positions) is None:
         detail = "position_ids that generate could not prepare"
@@ -217,7 +250,7 @@ def _check_arguments(model: Any, model_kwargs: dict[str, Any]) -> None:
 
 
 def _check_picture(model: Any, model_kwargs: dict[str, Any], cache: Any) -> None:
-    """Raise Unserved where a block of several tokens would look at a picture causally.
+    """Raise Unserved if a block of several tokens would look at a picture causally.
 
     Single tokens see all of it, also without a mask.
     """
@@ -230,12 +263,12 @@ def _check_picture(model: Any, model_kwargs: dict[str, Any], cache: Any) -> None
         raise Unserved(FallbackReason.ARGUMENT, detail, fix)
 
 
-def check_setup(model: Any) -> None:
-    """Raise Unserved where the model's present set-up cannot be speculated with."""
+def _check_setup(model: Any) -> None:
+    """Read the facts of a model; raise Unserved if it cannot be speculated as it is set up now."""
     name, modules = type(model).__name__, read(model)
     if model.config.is_encoder_decoder and model.config.model_type not in ENCODER_DECODERS:
         raise Unserved(FallbackReason.ENCODER_DECODER, name)
-    check_states(model)
+    _check_states(model)
     if compat.has_own_loop(model):
         raise Unserved(FallbackReason.OWN_LOOP, f"{name}._sample")
     sharding.check(model)
@@ -250,7 +283,7 @@ def check_setup(model: Any) -> None:
 
 
 def _check_training(module: Any) -> None:
-    """Raise Unserved for what a module does in training mode only."""
+    """Raise Unserved if a module in training mode drops out, or keeps no cache."""
     if getattr(module, "gradient_checkpointing", False):
         raise Unserved(FallbackReason.CHECKPOINTING, type(module).__name__)
     for name, value in vars(module).items():

@@ -1,1 +1,1 @@
-"""Verification: which draft tokens stand, decided as plain `generate` would decide."""
+"""Verification: which draft tokens are accepted, decided as plain `generate` chooses tokens."""

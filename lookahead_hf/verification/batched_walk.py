@@ -1,4 +1,4 @@
-"""The walk of all rows together, node by node, for devices where a launch costs more than a row."""
+"""The walk of all rows together, for devices where a launch costs more than a row."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def pays(device: torch.device, num_rows: int) -> bool:
 
 
 class BatchedWalk(Walk):
-    """Chooses the next token of every row that goes on, then the one after it, and so on.
+    """Walks all rows together, node by node.
 
-    Processors that look at scores alone are called once for all these rows, padded to as many rows
-    as plain's batch has, so that they round as in plain.
+    Processors that look at scores alone are called once for all rows that go on, padded to as many
+    rows as plain's batch has, so that they round as in plain generation.
     """
 
     def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
@@ -45,13 +45,13 @@ class BatchedWalk(Walk):
         return Verdict.from_rows(tokens, paths, live, rows.finished.copy())
 
     def _choose_each(self, rows: Rows, going: list[int], logits: torch.Tensor) -> list[int]:
-        """The tokens that plain would choose after these logits, [rows that go on, vocab]."""
-        rules = self.rules
-        raw = logits.to(copy=True, dtype=torch.float32, device=rules.device)
-        scores = rules.processors.of_rows(going, lambda row: self._ids(rows, row), raw)
+        """Return the tokens that plain would choose after logits, [rows that go on, vocab]."""
+        emitter = self._emitter
+        raw = logits.to(copy=True, dtype=torch.float32, device=emitter.device)
+        scores = self.rules.processors.of_rows(going, lambda row: emitter.ids(rows, row), raw)
         for row, chosen_by, given in zip(going, scores, raw, strict=True):
-            rules.outputs.choose(row, chosen_by, given)
-        if not rules.do_sample:
+            emitter.choose(row, chosen_by, given)
+        if not self.rules.do_sample:
             return scores.argmax(-1).tolist()
         assert isinstance(self._noise, Noise)
         return self._noise.pick(scores.softmax(-1), going, rows.num_emitted[going])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from lookahead_hf.call.emitter import Emitter
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.outputs import DeviceOutputs, Scores, Scoring
@@ -14,20 +15,20 @@ from lookahead_hf.verification.walk import Decide, Rules, along
 
 
 def serves(device: torch.device) -> bool:
-    """Return whether calls on a device are verified there; on a CPU that would gain nothing."""
+    """Return whether calls are verified on the device; on a CPU that would gain nothing."""
     return device.type == "cuda"
 
 
 class Device(BatchedWalk):
-    """Reads the accepted paths from the device and decides where the texts end.
+    """Reads the accepted paths from the device and emits them.
 
     The first token, which has no step, is chosen as in a batched walk.
     """
 
     name = "device"
 
-    def __init__(self, rules: Rules) -> None:
-        super().__init__(rules)
+    def __init__(self, rules: Rules, emitter: Emitter) -> None:
+        super().__init__(rules, emitter)
         self._processed = NodeProcessors(rules.processors)
 
     @property
@@ -36,7 +37,7 @@ class Device(BatchedWalk):
         return self.scores if alters else None
 
     def scores(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Scores:
-        """Return what the tokens of a step are chosen by, from its logits, [rows, width, vocab]."""
+        """Return the processed scores of a step from its logits, [rows, width, vocab]."""
         scores = logits.to(copy=True, dtype=torch.float32)
         scores = self._processed(rows, draft, scores)
         if not self.rules.do_sample:

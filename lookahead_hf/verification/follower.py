@@ -1,7 +1,7 @@
-"""Verification where another process decides.
+"""Verification if another process decides.
 
-All processors, criteria and random generators are asked as in the process that decides, so that
-they are in the same state everywhere. Then the tokens that were received are emitted.
+Processors, criteria and random generators are asked as in the process that decides, so that their
+states are the same everywhere. Then the tokens that were received are emitted.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from lookahead_hf.verification.walk import Decide, Walk
 
 
 class _Follower(Verifier):
-    """Receives what another process decided before it goes through a step."""
+    """Receives the decision of another process before each step."""
 
     _message: StepMessage
-    _at = 0  # decoding steps of it that were taken
+    _at = 0  # decoding steps of the message that were taken
 
     def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
         assert self._processes.receive is not None
@@ -43,24 +43,24 @@ class FollowerWalk(_Follower, Walk):
 
         return decide
 
-    def _stops(self, rows: Rows, row: int, token: int) -> bool:
-        super()._stops(rows, row, token)
+    def _emit(self, rows: Rows, row: int, token: int) -> bool:
         message = self._message
-        is_last = int(rows.num_emitted[row]) == int(message.num_text[row])
-        return bool(message.verdict.finished[row]) and is_last
+        is_last = int(rows.num_emitted[row]) + 1 == int(message.num_text[row])
+        stops = bool(message.verdict.finished[row]) and is_last
+        return self._emitter.emit(rows, row, token, stops)
 
 
 class FollowerLockstep(_Follower, Lockstep):
     """Takes all rows through the decoding steps whose tokens another process chose."""
 
-    def _chosen(self, scores: torch.Tensor) -> torch.Tensor:
-        super()._chosen(scores)
+    def _chosen(self, rows: Rows, logits: torch.Tensor) -> np.ndarray:
+        super()._chosen(rows, logits)
         verdict = self._message.verdict
-        tokens = verdict.token_ids[verdict.token_offsets[:-1] + self._at]
+        tokens: np.ndarray = verdict.token_ids[verdict.token_offsets[:-1] + self._at]
         self._at += 1
-        return torch.from_numpy(tokens)
+        return tokens
 
-    def _asked(self, rows: Rows) -> np.ndarray:
-        super()._asked(rows)
+    def _emit(self, rows: Rows, tokens: list[int]) -> None:
         message = self._message
-        return message.verdict.finished & (message.num_text <= rows.num_emitted)
+        ended = message.verdict.finished & (message.num_text <= rows.num_emitted + 1)
+        self._emitter.emit_to_all(rows, tokens, ended)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from lookahead_hf.call.outputs import RequestedOutputs
+from lookahead_hf.call.emitter import Emitter, take_edits
 from lookahead_hf.call.prepared import PreparedCall
-from lookahead_hf.call.streaming import ColumnStream
 from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.draft import ROOT, DraftTree, Verdict
 from lookahead_hf.rows import Rows
@@ -24,25 +23,16 @@ class Lockstep(Verifier):
 
     name = "lockstep"
 
-    def __init__(
-        self,
-        call: PreparedCall,
-        outputs: RequestedOutputs,
-        stream: ColumnStream,
-        processes: Processes,
-    ) -> None:
+    def __init__(self, call: PreparedCall, emitter: Emitter, processes: Processes) -> None:
         super().__init__(processes)
-        self._processors, self._criteria = call.processors, call.criteria
-        self._do_sample, self._device = call.do_sample, call.input_ids.device
-        self._outputs, self._stream = outputs, stream
-        self._pad = call.pad if any(hasattr(c, "eos_token_id") for c in call.criteria) else None
-        self._ended = np.zeros(1, bool)  # [rows] from the first step on
+        self._processors, self._do_sample, self._emitter = call.processors, call.do_sample, emitter
 
     def complete(self, rows: Rows, draft: DraftTree) -> DraftTree:
         """Draft the pads that finished rows will be fed."""
-        if self._pad is None or not rows.finished.any() or not draft.num_nodes:
+        pad = self._emitter.pad
+        if pad is None or not rows.finished.any() or not draft.num_nodes:
             return draft
-        return draft.with_chains(np.full(int(draft.depth.max()), self._pad), rows.finished)
+        return draft.with_chains(np.full(int(draft.depth.max()), pad), rows.finished)
 
     def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
         live, before = rows.live, rows.num_text
@@ -52,7 +42,11 @@ class Lockstep(Verifier):
         nodes = [ROOT] * rows.num_rows
         while True:
             at = torch.tensor(nodes, device=logits.device) + 1
-            tokens.append(self._step(rows, logits[every, at]))
+            chosen = self._chosen(rows, logits[every, at])
+            if self._emitter.pad is not None:
+                chosen[rows.finished] = self._emitter.pad
+            self._emit(rows, chosen.tolist())
+            tokens.append(rows.last_tokens.tolist())
             if not rows.live.any():
                 break
             reached = zip(nodes, tokens[-1], strict=True)
@@ -66,49 +60,20 @@ class Lockstep(Verifier):
         finished = rows.finished.copy()
         return Verdict.from_rows(by_row, path_of, live, finished, rows.num_text - before)
 
-    def _step(self, rows: Rows, logits: torch.Tensor) -> list[int]:
-        """Take one decoding step as plain does, and return the tokens of all rows."""
-        ids = self._ids(rows)
-        raw = logits.to(copy=True, dtype=torch.float32, device=self._device)
+    def _chosen(self, rows: Rows, logits: torch.Tensor) -> np.ndarray:
+        """Choose the next token of all rows as plain does, [rows]; `logits` are [rows, vocab]."""
+        ids = self._emitter.all_ids(rows)
+        raw = logits.to(copy=True, dtype=torch.float32, device=self._emitter.device)
         scores = self._processors(ids, raw)
-        _take_edits(rows, ids)
+        take_edits(rows, ids)
         for row in range(rows.num_rows):
-            self._outputs.choose(row, scores[row], raw[row])
-        chosen = self._chosen(scores).to("cpu").numpy().astype(np.int64)
-        if self._pad is not None:
-            chosen[rows.finished] = self._pad
-        tokens: list[int] = chosen.tolist()
-        for row, token in enumerate(tokens):
-            rows.emit(row, token)
-        self._ended = self._asked(rows)
-        if self._pad is not None or self._ended.all():
-            rows.end(self._ended & rows.live)
-        for row, token in enumerate(tokens):
-            self._stream.push(row, token)
-        return rows.last_tokens.tolist()
-
-    def _chosen(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return the tokens, [rows], that are chosen by these scores, [rows, vocab]."""
+            self._emitter.choose(row, scores[row], raw[row])
         if self._do_sample:
-            return torch.multinomial(scores.softmax(-1), 1)[:, 0]
-        return scores.argmax(-1)
+            chosen = torch.multinomial(scores.softmax(-1), 1)[:, 0]
+        else:
+            chosen = scores.argmax(-1)
+        return chosen.to("cpu").numpy().astype(np.int64)
 
-    def _asked(self, rows: Rows) -> np.ndarray:
-        """Rows that the criteria have ended so far, [rows] bool."""
-        going = np.broadcast_to(~self._ended, rows.num_rows).astype(np.int64)
-        unfinished = torch.from_numpy(going).to(self._device)
-        ids = self._ids(rows)
-        unfinished = unfinished & ~self._criteria(ids, self._outputs.scores_so_far())
-        _take_edits(rows, ids)
-        return unfinished.to("cpu").numpy() == 0
-
-    def _ids(self, rows: Rows) -> torch.Tensor:
-        """The batch as plain holds it, [rows, columns]."""
-        ids = np.stack([rows.ids(row) for row in range(rows.num_rows)])
-        return torch.from_numpy(ids).to(self._device)
-
-
-def _take_edits(rows: Rows, ids: torch.Tensor) -> None:  # [rows, columns]
-    """Take over what processors or criteria have written into the ids."""
-    for row, edited in enumerate(ids.cpu()):
-        rows.rewrite(row, edited)
+    def _emit(self, rows: Rows, tokens: list[int]) -> None:
+        """Append a token to every row."""
+        self._emitter.emit_to_all(rows, tokens)

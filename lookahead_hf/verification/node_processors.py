@@ -22,7 +22,7 @@ _SCORES_ONLY = SCORES_ONLY - {
     hf.TopHLogitsWarper,
     hf.TypicalLogitsWarper,
 }
-"""Processors, by exact type, that look at a row of scores alone and need nothing from the host."""
+"""Processors, by exact type, that depend on a row of scores alone and not on the host."""
 
 
 def admits(processors: Iterable[Any]) -> bool:
@@ -32,10 +32,10 @@ def admits(processors: Iterable[Any]) -> bool:
 
 
 class NodeProcessors:
-    """One call's processors, which `admits` has admitted."""
+    """The processors of a call that `admits` them."""
 
     def __init__(self, processors: Iterable[Any]) -> None:
-        """Read on the host, before the first step, what penalties ignore of the prompts."""
+        """Read, before the first step, how much of the prompts penalties ignore."""
         self._processors = joined(processors)
         ignored = (getattr(each, "prompt_ignore_length", None) for each in self._processors)
         self._ignored = [
@@ -67,7 +67,7 @@ class NodeProcessors:
 
 
 class _Nodes:
-    """The prefixes of a step's nodes, brought to the device as far as processors ask for them.
+    """The prefixes of a step's nodes, copied to the device as far as processors need them.
 
     Attributes:
         columns: Columns of each node's prefix, the node's own included, [rows, width].
@@ -80,7 +80,7 @@ class _Nodes:
         self.columns = rows.prompt_columns + rows.num_emitted[:, None] + depth
 
     def seen(self, ignored: int | np.ndarray) -> torch.Tensor:
-        """Which tokens are in each node's prefix, [rows, width, vocab] bool.
+        """Return which tokens are in each node's prefix, [rows, width, vocab] bool.
 
         Args:
             ignored: First columns that do not count, of all rows or of each, [rows].
@@ -96,7 +96,7 @@ class _Nodes:
         return seen.scatter_(2, self._up(self._paths(first)), True)[:, :, : self._vocab]
 
     def _paths(self, first: np.ndarray) -> np.ndarray:
-        """Tokens from each node up to the row's last token, [rows, width, 1 + depth].
+        """Return the tokens from each node up to the row's last one, [rows, width, 1 + depth].
 
         Args:
             first: The first column of each row that counts, [rows].
@@ -119,6 +119,6 @@ class _Nodes:
         return scores.masked_fill(at[:, :, None] & banned, -torch.inf)
 
     def _up(self, ids: np.ndarray) -> torch.Tensor:
-        """Bring ids to the device; ids without a score become the one behind all scores."""
+        """Copy ids to the device; ids without a score become the one behind all scores."""
         source = pinned(np.minimum(ids, self._vocab), self._device)
         return source.to(self._device, non_blocking=True)

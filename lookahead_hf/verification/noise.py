@@ -1,4 +1,4 @@
-"""The seed guarantee: the noise that plain `generate` draws at a decoding step, at any time.
+"""The noise that plain `generate` draws at a decoding step, in any order: same seed, same text.
 
 `torch.multinomial(probs, 1)` divides the probabilities by exponential noise and takes the argmax.
 Plain draws one `[rows, vocab]` block of that noise per decoding step, finished rows included. A row
@@ -31,15 +31,14 @@ class Noise:
         max_bytes: int = 64 << 20,
         seed: int | None = None,
     ) -> None:
-        """Begin where the default generator is, or where `manual_seed` would put it.
+        """Begin in the state of the default generator, or after `manual_seed(seed)`.
 
         Args:
             num_rows: Rows of the batch.
             vocab: Token ids of the target.
             device: Where the noise is drawn.
             max_bytes: Memory for the newest blocks; at least two are kept.
-            seed: Draw what plain draws after `manual_seed(seed)`, and leave the default generator
-                alone; None: go on from its state.
+            seed: A seed, which leaves the default generator alone; None to begin in its state.
         """
         self._shape = (num_rows, vocab)
         self._device = torch.device(device)
@@ -123,7 +122,7 @@ class Noise:
             self._blocks.clear()
 
     def _go_to(self, step: int) -> None:
-        """Bring the private generator to the state in which plain enters `step`."""
+        """Bring the private generator to the state in which plain begins `step`."""
         self._replay.back_to(step)
         while self._replay.at < step:
             self._draw()

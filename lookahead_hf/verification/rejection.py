@@ -1,13 +1,12 @@
-"""Rejection sampling: plain's distribution, though not plain's sample for a seed.
+"""Rejection sampling: plain's distribution, but not plain's sample for a seed.
 
 A draft token that was drawn from `q` is accepted with probability `min(1, p / q)`, where `p` is the
 target's processed distribution; where it is rejected, its next sibling is tried on what `p` has
 beyond `q`, and where none is left the recovered token is drawn from that (Leviathan et al.,
 arXiv:2211.17192; siblings as in SpecInfer, arXiv:2305.09781). The rule is `kernels.reject_tree`.
 
-Where the kernel runs and `NodeProcessors` can apply the processors, one launch walks the trees of
-all rows. Elsewhere the rule is applied node by node: only nodes that the walk reaches are
-processed, each with its own prefix, so that every processor that the walk serves is served.
+If the kernel runs and `NodeProcessors` can apply the processors, one launch walks the trees of all
+rows. Otherwise the rule is applied to each node that the walk reaches, with any processors.
 """
 
 from __future__ import annotations
@@ -18,6 +17,8 @@ import numpy as np
 import torch
 
 from lookahead_hf import kernels
+from lookahead_hf.call.emitter import Emitter
+from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.draft import DraftTree, Verdict, place_in_row
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.cuda.transfer import pinned
@@ -30,15 +31,15 @@ class Rejection(Walk):
     """Verifies sampled texts against `DraftTree.probs`.
 
     Siblings must be in the order in which they were drawn. A draft without probabilities counts as
-    certain of its tokens, which is correct for any tokens. The default generator decides.
+    drawn with probability 1, which is correct for any tokens. The default generator decides.
     """
 
     name = "rejection"
 
-    def __init__(self, rules: Rules) -> None:
-        super().__init__(rules)
+    def __init__(self, rules: Rules, emitter: Emitter, processes: Processes | None = None) -> None:
+        super().__init__(rules, emitter, processes)
         processors, self._processed = rules.processors, None
-        if processors.all_known and admits(processors) and not rules.outputs.chooses:
+        if processors.all_known and admits(processors) and not emitter.keeps_choices:
             self._processed = NodeProcessors(processors)
 
     def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
@@ -70,7 +71,7 @@ class Rejection(Walk):
 
 
 def _walk_all(draft: DraftTree, probs: torch.Tensor) -> np.ndarray:  # [rows, 1 + nodes, vocab]
-    """`TreeWalk.packed` of all rows, and whether each node's probabilities are finite."""
+    """Return `TreeWalk.packed` of all rows, and whether each node's probabilities are finite."""
     width, counts = probs.shape[1], np.diff(draft.row_offsets)
     of_nodes = np.repeat(np.arange(len(counts)), counts), place_in_row(draft.row_offsets)
     *tree, row, place, ids = _upload(
@@ -83,7 +84,7 @@ def _walk_all(draft: DraftTree, probs: torch.Tensor) -> np.ndarray:  # [rows, 1 
 
 
 def _upload(*arrays: np.ndarray, device: torch.device) -> list[torch.Tensor]:
-    """Bring integers to a device as int64, in one copy that waits for nothing."""
+    """Copy integers to a device as int64, together and without waiting."""
     packed = np.concatenate([array.ravel() for array in arrays], dtype=np.int64)
     there = pinned(packed, device).to(device, non_blocking=True)
     parts = there.split([array.size for array in arrays])
@@ -125,14 +126,14 @@ def _reject(
     parents: torch.Tensor,  # [rows, 1 + nodes]
     num_nodes: torch.Tensor,  # [rows]
 ) -> kernels.TreeWalk:
-    """`kernels.reject_tree` with random numbers of the default generator."""
+    """Call `kernels.reject_tree` with random numbers of the default generator."""
     uniforms = torch.rand(drawn_from.shape[:2], device=probs.device)
     noise = torch.empty_like(probs[:, 0]).exponential_()
     return kernels.reject_tree(probs, drawn_from, tokens, parents, num_nodes, uniforms, noise)
 
 
 def _is_distribution(probs: torch.Tensor) -> torch.Tensor:  # [..., vocab] -> [...]
-    """1 where a softmax gave finite numbers; if one is not finite, none is."""
+    """Return 1 where a softmax gave finite numbers; if one is not finite, none is."""
     return probs[..., 0].isfinite().long()
 
 
@@ -141,9 +142,9 @@ def _drawn_from(
     ids: torch.Tensor,  # [nodes]
     like: torch.Tensor,  # [..., vocab]
 ) -> torch.Tensor:
-    """The distributions that nodes were drawn from, as tensors like `like`, [nodes, vocab].
+    """Return the distributions that nodes were drawn from, as tensors like `like`, [nodes, vocab].
 
-    Nodes without a known distribution count as certain.
+    A node without a known distribution was drawn with probability 1.
     """
     vocab = like.shape[-1]
     found = torch.zeros(len(ids), vocab, device=like.device)

@@ -1,4 +1,4 @@
-"""Default random generators: which ones a thread draws from, and how to go back over draws."""
+"""Default random generators: which ones a thread draws from, and how to replay draws."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _CHECKPOINT = 64
 """Number of draws between generator states that are kept for the whole call."""
 
 _RECENT = 1024
-"""Number of newest generator states that are kept in addition; a CPU state takes 5 KB."""
+"""Number of newest generator states that are kept as well; a CPU state takes 5 KB."""
 
 
 _thread = threading.local()
 
 
 class ThreadGenerators(compat.OperationMode):
-    """Lets what torch draws on this thread come from generators of its own.
+    """Lets torch draw from separate generators on this thread.
 
-    Other threads draw from the default generators meanwhile. What has no argument for a generator
-    does so here, too.
+    Other threads draw from the default generators meanwhile, and so do operations on this thread
+    that take no generator.
     """
 
     def __init__(self, states: dict[torch.device, torch.Tensor]) -> None:
-        """`states`: where the generators of the devices begin."""
+        """`states`: the first state of each device's generator."""
         super().__init__()
         self.by_device = {each: torch.Generator(each) for each in states}
         for device, state in states.items():
@@ -50,7 +50,7 @@ class ThreadGenerators(compat.OperationMode):
         super().__exit__(*error)
 
     def of(self, device: torch.device | None) -> torch.Generator | None:
-        """Return the generator for a device, None where the default one counts."""
+        """Return the generator of a device, None for the default one."""
         device = device or torch.device("cpu")
         if device.type != "cpu" and device.index is None:
             device = torch.device(device.type, torch.get_device_module(device).current_device())
@@ -69,13 +69,13 @@ class ThreadGenerators(compat.OperationMode):
 
 
 def on_own_generators() -> bool:
-    """Return whether this thread draws from generators of its own."""
+    """Return whether this thread draws from separate generators."""
     return getattr(_thread, "generators", None) is not None
 
 
 @lru_cache(maxsize=256)
 def _drawing_from(func: Any) -> Any:
-    """The overload of a torch operation that draws from a generator, None where there is none."""
+    """Return the overload of a torch operation that takes a generator, None if there is none."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return None
     packet, names = func.overloadpacket, compat.operation_arguments(func) | {"generator"}
@@ -130,11 +130,11 @@ def refuse_unless(is_distribution: bool) -> None:
 class Parked:
     """Sets a default generator aside while a call draws from a copy of it.
 
-    The generator gets a state far from those that the copy goes through, so that whatever draws
-    meanwhile (another call, another thread) does not repeat the call's numbers.
+    The generator gets an unrelated state, so that other draws meanwhile (another call, another
+    thread) do not repeat the call's numbers.
 
     Attributes:
-        begin: The state in which the generator was found.
+        begin: The generator's state before.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -145,7 +145,7 @@ class Parked:
             self._generator.set_state(self._state)
 
     def put_back(self, state: torch.Tensor) -> None:
-        """Set the generator to a state, unless something else has moved it since."""
+        """Set the generator to a state, unless something else has drawn from it since."""
         with _LOCK:
             if torch.equal(self._generator.get_state(), self._state):
                 self._generator.set_state(state)
@@ -157,8 +157,7 @@ class Replay:
     It keeps its newest states, and every sixty-fourth.
 
     Attributes:
-        generator: The generator.
-        at: Draws made before its present state.
+        at: Draws before the present state.
     """
 
     def __init__(self, generator: torch.Generator, begin: torch.Tensor) -> None:
@@ -187,6 +186,6 @@ class Replay:
 
 
 def _far_from(state: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A generator state that is derived from `state` but leads to unrelated random numbers."""
+    """Return a generator state that leads to unrelated random numbers."""
     digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=7).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest, "little")).get_state()

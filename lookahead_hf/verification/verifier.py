@@ -1,4 +1,4 @@
-"""What decides each step of a call, and tells other processes what it decided."""
+"""The interface of verifiers, which decide steps and tell other processes."""
 
 from __future__ import annotations
 
@@ -20,30 +20,20 @@ class Verifier:
 
     name = ""
 
-    def __init__(self, processes: Processes) -> None:
-        self._processes = processes
+    def __init__(self, processes: Processes | None = None) -> None:
+        """`processes`: who decides if several of them run the model."""
+        self._processes = processes or Processes()
 
     def first(self, rows: Rows, logits: torch.Tensor) -> Verdict:
-        """Emit the token after the prompt.
-
-        Args:
-            rows: The texts.
-            logits: Logits after the prompt, [rows, 1, vocab].
-        """
+        """Emit the token after the prompt, from the logits there, [rows, 1, vocab]."""
         return self._decide(rows, DraftTree.empty(rows.num_rows), logits)
 
     def complete(self, rows: Rows, draft: DraftTree) -> DraftTree:
-        """Return the draft with what verification needs in addition."""
+        """Return the draft with the nodes that verification needs in addition."""
         return draft
 
     def read(self, rows: Rows, draft: DraftTree, step: Any) -> Verdict:
-        """Decide a step, append its tokens to the rows and mark the rows that end.
-
-        Args:
-            rows: The texts.
-            draft: What was fed behind the last tokens.
-            step: What the runner's `launch` returned.
-        """
+        """Decide a step that the runner's `launch` returned, and emit its tokens."""
         return self._decide(rows, draft, step.logits)
 
     def _decide(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
@@ -57,14 +47,11 @@ class Verifier:
         raise NotImplementedError
 
     def feed_pad(self, rows: Rows, row: int, logits: torch.Tensor) -> None:
-        """Append one more pad to a finished row, as plain does until the last row ends.
+        """Append a pad to a finished row, as plain does until the last row ends.
 
-        Args:
-            rows: The texts.
-            row: The finished row.
-            logits: The target's logits after the row's newest token, [vocab].
+        `logits`, [vocab], are the target's after the row's newest token.
         """
         raise NotImplementedError  # in lockstep, where the steps append the pads
 
     def end(self, rows: Rows) -> None:
-        """Leave the default random generator where plain leaves it after the shown tokens."""
+        """Leave the default random generator as plain does after the tokens that were shown."""

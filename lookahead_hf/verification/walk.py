@@ -9,8 +9,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from lookahead_hf.call.outputs import RequestedOutputs
-from lookahead_hf.call.streaming import ColumnStream
+from lookahead_hf.call.emitter import Emitter
 from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.draft import ROOT, DraftTree, Verdict
 from lookahead_hf.kernels import argmax
@@ -18,85 +17,70 @@ from lookahead_hf.logits.row_processors import RowProcessors
 from lookahead_hf.rows import Rows
 from lookahead_hf.verification.noise import Noise
 from lookahead_hf.verification.rng import refuse_unless
-from lookahead_hf.verification.stopping import RowStopping
 from lookahead_hf.verification.verifier import Verifier
 
 Decide = Callable[[int], tuple[int, int | None]]
-"""From a node to the token after it, and to the child with that token, None if there is none."""
+"""Takes a node and returns the token after it and the child with that token, if any."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How a call chooses tokens and when its texts end.
+    """How a call chooses tokens.
 
     Attributes:
         processors: Logits processors and warpers, applied to a node with its own prefix.
-        stopping: Stopping criteria, asked after every token.
-        outputs: Keeps what the caller asked to see of each choice.
-        stream: Gets every token once the criteria were asked about it, as plain's streamer does.
-        device: Where processors and criteria expect their tensors.
-        pad: What finished rows are fed.
         do_sample: Whether tokens are sampled; otherwise the likeliest is chosen.
         in_order: Whether the default generator itself draws, for tokens chosen in plain's order.
-        processes: Who decides where several processes run the model.
         seed: Samples are those of plain after `manual_seed(seed)`; None: the default generator's.
     """
 
     processors: RowProcessors
-    stopping: RowStopping
-    outputs: RequestedOutputs
-    stream: ColumnStream
-    device: torch.device
-    pad: int | None = None
     do_sample: bool = False
     in_order: bool = False
-    processes: Processes = Processes()
     seed: int | None = None
 
 
 class Walk(Verifier):
-    """Verifies node by node: processors and criteria see what plain `generate` shows them."""
+    """Verifies row by row and node by node; processors and criteria see what plain shows them."""
 
     name = "walk"
 
-    def __init__(self, rules: Rules) -> None:
-        super().__init__(rules.processes)
-        self.rules = rules
+    def __init__(self, rules: Rules, emitter: Emitter, processes: Processes | None = None) -> None:
+        super().__init__(processes)
+        self.rules, self._emitter = rules, emitter
         self._noise: Noise | None = None
         self._likeliest: np.ndarray | None = None  # [rows, nodes] of a step
 
     def first(self, rows: Rows, logits: torch.Tensor) -> Verdict:
         if self.rules.do_sample and not self.rules.in_order:
             shape = rows.num_rows, logits.shape[-1]
-            self._noise = Noise(*shape, self.rules.device, seed=self.rules.seed)
+            self._noise = Noise(*shape, self._emitter.device, seed=self.rules.seed)
         return super().first(rows, logits)
 
     def end(self, rows: Rows) -> None:
-        stream, processors = self.rules.stream, self.rules.processors
-        # A streamer that raised did so at a column that plain had drawn, too.
-        columns = stream.num_begun if stream.is_heard else rows.num_columns
+        processors, columns = self.rules.processors, self._emitter.num_shown(rows)
         if self._noise is not None:
             self._noise.finish(columns)
         if processors.keeps_state:
             ids = np.stack([rows.ids(row)[: rows.prompt_columns] for row in range(rows.num_rows)])
             shown = np.minimum(rows.num_text, columns - 1).tolist()
             texts = [rows.emitted(row)[:count].tolist() for row, count in enumerate(shown)]
-            processors.end(torch.from_numpy(ids).to(self.rules.device), texts)
+            processors.end(torch.from_numpy(ids).to(self._emitter.device), texts)
 
     def feed_pad(self, rows: Rows, row: int, logits: torch.Tensor) -> None:
-        if self.rules.outputs.chooses:
+        if self._emitter.keeps_choices:
             self.score(rows, row, logits)
-        rows.emit(row, self.rules.pad or 0)
+        self._emitter.feed_pad(rows, row)
 
     def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
-        # On an accelerator this takes one launch and one copy. On a CPU it pays to look only at the
-        # nodes that the walk reaches.
+        # One launch and one copy on an accelerator. On a CPU it is faster to look only at the nodes
+        # that the walk reaches.
         at_once = self._choices_are_free and logits.device.type != "cpu"
         self._likeliest = logits.argmax(-1).cpu().numpy() if at_once else None
         return self._walk(rows, lambda row: self._decider(rows, row, draft, logits))
 
     def _walk(self, rows: Rows, decider: Callable[[int], Decide]) -> Verdict:
-        """Walk down the tree of every live row, each by the function made for it."""
+        """Walk down the tree of every live row, each by its own function."""
         live = rows.live
         tokens: list[list[int]] = [[] for _ in range(rows.num_rows)]
         paths: list[list[int]] = [[] for _ in range(rows.num_rows)]
@@ -107,13 +91,13 @@ class Walk(Verifier):
     @property
     def _choices_are_free(self) -> bool:
         """Whether the likeliest token is chosen, and the scores are not asked for."""
-        rules = self.rules
-        return not (rules.do_sample or rules.outputs.chooses) and rules.processors.empty
+        rules, keeps = self.rules, self._emitter.keeps_choices
+        return not (rules.do_sample or keeps) and rules.processors.empty
 
     def _walk_row(
         self, rows: Rows, row: int, decide: Decide, tokens: list[int], path: list[int]
     ) -> None:
-        """Append what a row emits to `tokens`, and the nodes that it accepts to `path`."""
+        """Append the tokens that a row emits to `tokens`, and its accepted nodes to `path`."""
         while True:
             token, child = decide(path[-1] if path else ROOT)
             tokens.append(token)
@@ -124,16 +108,11 @@ class Walk(Verifier):
             path.append(child)
 
     def _emit(self, rows: Rows, row: int, token: int) -> bool:
-        """Append a token to a row, stream it, and return whether the text ends with it."""
-        rows.emit(row, token)
-        stops = self._stops(rows, row, token)
-        if stops:
-            rows.end(row)
-        self.rules.stream.push(row, token, stops)
-        return stops
+        """Append a token to a row, and return whether the text ends with it."""
+        return self._emitter.emit(rows, row, token)
 
     def _decider(self, rows: Rows, row: int, draft: DraftTree, logits: torch.Tensor) -> Decide:
-        """A function that chooses the token after a node of the row and finds its child."""
+        """Return a function that chooses the token after a node of the row and finds its child."""
         known = self._likeliest
 
         def decide(node: int) -> tuple[int, int | None]:
@@ -144,7 +123,7 @@ class Walk(Verifier):
         return decide
 
     def _choose(self, rows: Rows, row: int, logits: torch.Tensor) -> int:
-        """The token that plain `generate` would choose after these logits, [vocab]."""
+        """Return the token that plain `generate` chooses after logits, [vocab]."""
         rules = self.rules
         if self._choices_are_free:
             return argmax(logits)
@@ -157,31 +136,17 @@ class Walk(Verifier):
         return self._noise.pick(probs, [row], rows.num_emitted[[row]])[0]
 
     def score(self, rows: Rows, row: int, logits: torch.Tensor) -> torch.Tensor:
-        """Return the processed scores after these logits, [1, vocab] float32, and keep them."""
-        rules = self.rules
-        raw = logits[None].to(copy=True, dtype=torch.float32, device=rules.device)
+        """Return the processed scores after logits, [1, vocab] float32; keep them if requested."""
+        processors, emitter = self.rules.processors, self._emitter
+        raw = logits[None].to(copy=True, dtype=torch.float32, device=emitter.device)
         scores = raw
-        if not rules.processors.empty:
-            ids = self._ids(rows, row)
-            scores = rules.processors(row, ids, raw)
-            if not rules.processors.all_known:
+        if not processors.empty:
+            ids = emitter.ids(rows, row)
+            scores = processors(row, ids, raw)
+            if not processors.all_known:
                 rows.rewrite(row, ids[0])
-        rules.outputs.choose(row, scores[0], raw[0])
+        emitter.choose(row, scores[0], raw[0])
         return scores
-
-    def _stops(self, rows: Rows, row: int, token: int) -> bool:
-        stopping, columns = self.rules.stopping, len(rows.ids(row))
-        scores = self.rules.outputs.scores_so_far
-        if stopping.all_known:
-            return stopping.stops(row, token, columns, lambda: self._ids(rows, row), scores)
-        ids = self._ids(rows, row)
-        stops = stopping.stops(row, token, columns, lambda: ids, scores)
-        rows.rewrite(row, ids[0])
-        return stops
-
-    def _ids(self, rows: Rows, row: int) -> torch.Tensor:
-        """The row's own prefix as plain holds it, [1, columns]."""
-        return torch.from_numpy(rows.ids(row))[None].to(self.rules.device)
 
 
 def along(
@@ -189,13 +154,13 @@ def along(
     drafted: np.ndarray,  # [nodes] integers
     is_distribution: np.ndarray | None,  # [width]
 ) -> Decide:
-    """Follow the path of a row that was walked on the device.
+    """Return a function that follows the path of a row that was walked on the device.
 
     Args:
         walked: The row's `TreeWalk.packed`.
         drafted: Token of each node.
         is_distribution: Whether the probabilities after the last token and after each node are
-            finite; None where the tokens were not chosen by probabilities.
+            finite; None if the tokens were not chosen by probabilities.
     """
     accepted, bonus = int(walked[0]), int(walked[1])
     after = dict(pairwise((walked[2 : 3 + accepted] - 1).tolist()))

@@ -12,6 +12,10 @@ import pytest
 
 import lookahead_hf
 from lookahead_hf.batching import runner as runners
+from lookahead_hf.batching import scheduler
+from lookahead_hf.batching.queues import Router
+from lookahead_hf.batching.request import Job
+from lookahead_hf.compat.batching import GenerationOutput, RequestState
 from tests.helpers import models
 from tests.helpers.requests import (
     DRAFTED,
@@ -37,7 +41,7 @@ class Steps:
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
-    found, launch = Steps(), runners.RefilledRunner.launch
+    found, launch = Steps(), runners.QueueRunner.launch
 
     def counted(self: Any, rows: Any, draft: Any) -> Any:
         found.live.append(int(rows.live.sum()))
@@ -45,7 +49,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
             found.sixth()
         return launch(self, rows, draft)
 
-    monkeypatch.setattr(runners.RefilledRunner, "launch", counted)
+    monkeypatch.setattr(runners.QueueRunner, "launch", counted)
     return found
 
 
@@ -58,18 +62,18 @@ def whole_result(manager: Any) -> Any:
 
 def test_a_request_leaves_in_the_middle_of_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     model = lookahead_hf.enable(models.tiny("llama"), default=DRAFTED)
-    monkeypatch.setattr(runners, "PIECE", 1)
+    monkeypatch.setattr(scheduler, "CHUNK", 1)
     config = settings(model, max_new_tokens=30)
     first, long, last = prompts(1, longest=4)[0], (prompts(1, 3)[0] * 30)[:90], prompts(2)[1]
     manager = model.init_continuous_batching(config, seeded(), max_slots=2)
-    read = runners.RefilledRunner.read
+    read = runners.QueueRunner.read
 
     def cancelled(self: Any, row: int, prompt_ids: np.ndarray) -> None:
         read(self, row, prompt_ids)
         if len(prompt_ids) == len(long):
             manager.cancel_request("long")
 
-    monkeypatch.setattr(runners.RefilledRunner, "read", cancelled)
+    monkeypatch.setattr(runners.QueueRunner, "read", cancelled)
     for name, text in {"first": first, "long": long, "last": last}.items():
         manager.add_request(text, request_id=name)
     manager.start()
@@ -183,6 +187,20 @@ def test_an_id_that_is_used_again_while_its_text_is_written_is_answered(
     assert manager.output_router.output_queue.empty()
     assert found.generated_tokens == alone(model, new, config)
     speculated([found])
+
+
+@pytest.mark.parametrize("cancelled", ["many", "many__child#0"], ids=["request", "text"])
+def test_only_texts_that_were_added_before_are_dropped_by_their_id(cancelled: str) -> None:
+    router, names, state = Router(), frozenset({"many", "many__child#0"}), RequestState("many", [1])
+    before, after = (Job(state, index, 0, names) for index in (2, 3))
+    old, new = (GenerationOutput("many__child#0", [token]) for token in (1, 2))
+    router.deliver(old, before)
+    router.cancel(cancelled, lambda name: 3)
+    assert router.output_queue.empty()
+    router.deliver(old, before)
+    router.deliver(new, after)
+    assert [*router.output_queue.queue] == [new]
+    assert router.take_cancelled() == {cancelled: 3}
 
 
 def test_a_handler_hears_of_the_request_that_it_was_registered_for(model: Any) -> None:

@@ -12,7 +12,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 import lookahead_hf
-from lookahead_hf.batching import runner
+from lookahead_hf.batching import scheduler
 from lookahead_hf.stats import SourceStats
 from tests.helpers import models, requests
 from tests.helpers.requests import DRAFTED, alone, prompts, seeded, settings, speculated
@@ -63,7 +63,7 @@ def test_nothing_but_the_request_decides_about_its_text(
     config = settings(model, max_new_tokens=longest, do_sample=do_sample, eos_token_id=[9, 70])
     config.num_return_sequences = siblings if do_sample else 1
     drafted = lookahead_hf.SpeculativeConfig(budget=budget)
-    with mock.patch.object(runner, "PIECE", piece):
+    with mock.patch.object(scheduler, "CHUNK", piece):
         batching = seeded(max_batch_tokens=most)
         found = model.generate_batch(texts, config, batching, speculative=drafted, max_slots=slots)
     each = [text for text in texts for _ in range(config.num_return_sequences)]
@@ -97,6 +97,38 @@ def test_half_precision_decodes_to_the_end() -> None:
     found = model.generate_batch(prompts(5), settings(model), speculative=DRAFTED, max_slots=2)
     assert [len(output.generated_tokens) for output in found.values()] == [24] * 5
     speculated(found.values())
+
+
+def test_texts_with_seeds_of_their_own(model: Any) -> None:
+    """They do not depend on what is decoded beside them, nor on their number in the call."""
+    texts, config = prompts(5), settings(model, do_sample=True, temperature=0.7, top_k=0)
+    seeds = [31, 0, 2**32 - 1, 7, 31]
+    expected = []
+    for text, seed in zip(texts, seeds, strict=True):
+        torch.manual_seed(seed)
+        ids = torch.tensor([text])
+        out = model.generate(ids, generation_config=config, attention_mask=torch.ones_like(ids))
+        expected.append(out[0, len(text) :].tolist())
+    for order in (range(5), (3, 1), (4, 0, 2)):
+        given = {"seeds": [seeds[each] for each in order], "speculative": DRAFTED, "max_slots": 2}
+        found = model.generate_batch([texts[each] for each in order], config, **given)
+        assert [out.generated_tokens for out in found.values()] == [expected[n] for n in order]
+        speculated(found.values())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"seeds": [1], "speculative": True}, "holds 1 seeds, but 2 texts: pass one for each"),
+        ({"seeds": [1, -1], "speculative": True}, "each of seeds is -1"),
+        ({"seeds": [1, 2]}, "seeds= needs speculation"),
+    ],
+)
+def test_seeds_that_do_not_suit(model: Any, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        model.generate_batch(prompts(2), settings(model), **given)
+    with pytest.raises(ValueError, match="generate_batch alone takes them"):
+        model.init_continuous_batching(settings(model), seeds=[1], speculative=True)
 
 
 def test_seeds_of_a_run_differ() -> None:

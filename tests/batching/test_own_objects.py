@@ -51,13 +51,13 @@ OBJECTS: dict[str, Callable[[], dict[str, Any]]] = {
 def live(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many rows decode in every step."""
     counts: list[int] = []
-    launch = runners.RefilledRunner.launch
+    launch = runners.QueueRunner.launch
 
     def counted(self: Any, rows: Any, draft: Any) -> Any:
         counts.append(int(rows.live.sum()))
         return launch(self, rows, draft)
 
-    monkeypatch.setattr(runners.RefilledRunner, "launch", counted)
+    monkeypatch.setattr(runners.QueueRunner, "launch", counted)
     return counts
 
 

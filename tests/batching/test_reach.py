@@ -7,6 +7,7 @@ import inspect
 import pickle
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from transformers import GenerationMixin
 
 import lookahead_hf
 from lookahead_hf.batching.manager import SpeculativeBatchingManager
-from lookahead_hf.batching.methods import NAMES
+from lookahead_hf.batching.methods import NAMES, default_slots
+from lookahead_hf.compat.batching import bytes_per_token
 from tests.helpers import models
 from tests.helpers.requests import DRAFTED, alone, prompts, seeded, settings, speculated
 
@@ -183,3 +185,29 @@ def test_an_accelerator_keeps_transformers_own(model: Any, monkeypatch: pytest.M
     with pytest.warns(UserWarning, match="an accelerator"):
         manager = model.init_continuous_batching(settings(model), seeded())
     assert not isinstance(manager, SpeculativeBatchingManager)
+    assert lookahead_hf.last_stats(model).fallback_reason == "continuous_batching"
+    assert lookahead_hf.totals(model).fallbacks == {"continuous_batching": 1}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_requests", "max_tokens", "slots"),
+    [
+        ((0, 0), 0, None, 16),
+        ((0, 0), 5, None, 5),
+        ((900, 100), 99, None, 16),
+        ((900, 100), 99, 7_500, 7),
+        ((300_000, 100_000), 99, None, 3),
+        ((10**9, 0), 0, None, 1),
+    ],
+)
+def test_texts_that_are_decoded_together_by_default(
+    model: Any, lengths: tuple[int, int], num_requests: int, max_tokens: int | None, slots: int
+) -> None:
+    """1 GiB holds K and V of 1.4 million tokens of the tiny model."""
+    assert bytes_per_token(model) == 768
+    prompt, generated = lengths
+    hints = SimpleNamespace(
+        max_prompt_length=prompt, max_generated_length=generated, num_requests=num_requests
+    )
+    assert default_slots(model, hints, max_tokens) == slots
+    assert default_slots(model, None) == 16

@@ -10,6 +10,7 @@ import torch
 
 import lookahead_hf
 from lookahead_hf.batching import runner as runners
+from lookahead_hf.batching import scheduler
 from tests.helpers import models
 from tests.helpers.requests import (
     DRAFTED,
@@ -38,7 +39,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of every prompt that is read, alone or in pieces."""
     lengths: list[int] = []
-    take, in_pieces = runners.RefilledRunner.take, runners.RefilledRunner.read
+    take, in_pieces = runners.QueueRunner.take, runners.QueueRunner.read
 
     def taken(self: Any, row: int, call: Any, before_steps: Any) -> Any:
         lengths.append(call.input_ids.shape[1])
@@ -48,9 +49,9 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         lengths.append(len(prompt_ids))
         in_pieces(self, row, prompt_ids)
 
-    monkeypatch.setattr(runners.RefilledRunner, "take", taken)
-    monkeypatch.setattr(runners.RefilledRunner, "read", begun)
-    monkeypatch.setattr(runners, "PIECE", 8)
+    monkeypatch.setattr(runners.QueueRunner, "take", taken)
+    monkeypatch.setattr(runners.QueueRunner, "read", begun)
+    monkeypatch.setattr(scheduler, "CHUNK", 8)
     return lengths
 
 
@@ -141,10 +142,10 @@ def test_a_prompt_that_is_read_when_weights_change_begins_again(
 ) -> None:
     model = lookahead_hf.enable(models.tiny("llama"), default=DRAFTED)
     short, config = prompts(1, longest=4)[0], settings(model, max_new_tokens=30)
-    launch, seen = runners.RefilledRunner.launch, []
+    launch, seen = runners.QueueRunner.launch, []
 
     def changed(self: Any, rows: Any, draft: Any) -> Any:
-        if self._reading:
+        if self._queue.reading:
             seen.append(int(self._texts.slots.lengths[1]))
             if len(seen) == 3:  # in the middle of a pause, for all that the run can tell
                 with torch.no_grad():
@@ -153,7 +154,7 @@ def test_a_prompt_that_is_read_when_weights_change_begins_again(
                 self.renew(self._steps)
         return launch(self, rows, draft)
 
-    monkeypatch.setattr(runners.RefilledRunner, "launch", changed)
+    monkeypatch.setattr(runners.QueueRunner, "launch", changed)
     found = list(model.generate_batch([short, LONG], config, max_slots=2).values())
     assert seen == [0, 8, 16, 8, 16, 24, 32]
     assert found[1].generated_tokens == alone(model, LONG, config)

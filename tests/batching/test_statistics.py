@@ -10,10 +10,13 @@ import pytest
 
 import lookahead_hf
 from lookahead_hf.batching import manager as managers
-from lookahead_hf.batching import runner as runners
-from lookahead_hf.batching.recorder import RowRecorder
+from lookahead_hf.batching import scheduler
+from lookahead_hf.batching.times import RowTimes
 from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.stats import PHASES, joined
+from lookahead_hf.generation.recorder import StatsRecorder
+from lookahead_hf.rows import Rows
+from lookahead_hf.stats import joined
+from lookahead_hf.trace.steps import PARTS
 from tests.helpers import models
 from tests.helpers.requests import DRAFTED, WAIT, prompts, running, seeded, settings, speculated
 
@@ -29,24 +32,39 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return made[-1]
 
     monkeypatch.setattr(managers, "new_session", kept)
-    monkeypatch.setattr(runners, "PIECE", 8)
+    monkeypatch.setattr(scheduler, "CHUNK", 8)
     return made
+
+
+@pytest.fixture
+def every_step(monkeypatch: pytest.MonkeyPatch) -> StatsRecorder:
+    """Counts the steps of three rows, whichever requests have them."""
+    whole, observe = StatsRecorder(3), StatsRecorder.observe
+
+    def observed(self: StatsRecorder, draft: DraftTree, verdict: Verdict) -> None:
+        observe(self, draft, verdict)
+        observe(whole, draft, verdict)
+
+    monkeypatch.setattr(StatsRecorder, "observe", observed)
+    return whole
 
 
 @pytest.mark.parametrize("attn", ["sdpa", "eager"], ids=["flat", "padded"])
 @pytest.mark.parametrize("num_new", [1, 24])
-def test_requests_add_up_to_the_run(sessions: list[Any], attn: str, num_new: int) -> None:
+def test_requests_add_up_to_the_run(
+    sessions: list[Any], every_step: StatsRecorder, attn: str, num_new: int
+) -> None:
     model = lookahead_hf.enable(models.tiny("llama", attn=attn), default=DRAFTED)
     config = settings(model, do_sample=True, num_return_sequences=2, max_new_tokens=num_new)
     texts = prompts(6)
     found = model.generate_batch(texts, config, seeded(), max_slots=3).values()
     stats = [output.speculative_stats for output in found]
     (session,) = sessions
-    total, run = reduce(joined, stats), session.stats.finish(session.rows)
+    total, run = reduce(joined, stats), every_step.finish(session.rows)
     assert session.runner.is_flat is (attn == "sdpa")
-    times = [sum(getattr(each, f"{name}_ms") for name in PHASES) for each in (total, run)]
-    assert times[0] == pytest.approx(times[1])
-    for name in ("num_moved", "accepted_histogram", "max_width"):
+    times = sum(getattr(total, f"{name}_ms") for name in PARTS)
+    assert times == pytest.approx(sum(session.stats.milliseconds.values()))
+    for name in ("num_moved", "num_accepted", "accepted_histogram", "max_width"):
         assert getattr(total, name) == getattr(run, name)
     assert total.num_emitted == sum(len(output.generated_tokens) for output in found)
     assert total.num_steps == total.row_steps == sum(total.budget_histogram.values())
@@ -106,18 +124,29 @@ def test_the_latest_statistics_are_those_of_the_whole_run(queue: int) -> None:
 
 def test_the_time_of_a_step_is_shared_by_what_rows_do_in_it() -> None:
     """Row 0 decodes a draft of one token, row 1 reads six tokens of its prompt, row 2 has none."""
-    recorder = RowRecorder(3)
-    draft = DraftTree.from_rows([((5,), (-1,)), ((), ()), ((), ())])
-    verdict = Verdict.from_rows([(5, 6), (), ()], [(0,), (), ()])
+    recorder = StatsRecorder(3)
+    times = RowTimes(3, recorder)
     for name, spent in {"draft": 10.0, "forward": 80.0, "verify": 4.0}.items():
         recorder.milliseconds[name] += spent
-    recorder.observe(draft, verdict)
-    recorder.settle(np.array([2, 6, 0]))
-    recorder.settle(np.array([2, 6, 0]))  # no step since
-    first, second, none = (recorder.of_row(row, 2) for row in range(3))
-    assert (first.draft_ms, first.forward_ms, first.verify_ms) == (10, 20, 4)
-    assert (second.prefill_ms, second.forward_ms, second.draft_ms) == (60, 0, 0)
-    assert (first.num_fed, second.num_fed, none.num_fed) == (2, 6, 0)
-    assert not any(getattr(none, f"{name}_ms") for name in PHASES)
-    recorder.free(1)
-    assert recorder.of_row(1, 0).prefill_ms == recorder.of_row(1, 0).num_fed == 0
+    times.share(np.array([True, False, False]), np.array([2, 6, 0]))
+    first, second, none = (times.of_row(row)["milliseconds"] for row in range(3))
+    assert (first["draft"], first["forward"], first["verify"]) == (10, 20, 4)
+    assert (second["prefill"], second["forward"], second["draft"]) == (60, 0, 0)
+    assert not any(none.values())
+    assert [times.of_row(row)["num_fed"] for row in range(3)] == [2, 6, 0]
+    times.free(1)
+    assert times.of_row(1)["milliseconds"]["prefill"] == times.of_row(1)["num_fed"] == 0
+
+
+def test_a_row_is_counted_apart_until_another_text_takes_it() -> None:
+    recorder, rows = StatsRecorder(2), Rows(np.zeros((2, 1), np.int64))
+    draft = DraftTree.from_rows([((5, 6), (-1, -1)), ((7,), (-1,))])
+    recorder.observe(draft, Verdict.from_rows([(6, 8), (9,)], [(1,), ()]))
+    first, second = (recorder.of_row(rows, row, recorder.milliseconds) for row in range(2))
+    assert (first.accepted_histogram, first.budget_histogram) == ((0, 1), {2: 1})
+    assert (first.num_moved, first.max_width, first.num_steps) == (1, 2, 1)
+    assert (second.accepted_histogram, second.budget_histogram) == ((1,), {1: 1})
+    assert (second.num_moved, second.max_width, second.row_stats[0].num_drafted) == (0, 1, 1)
+    recorder.free(0)
+    assert recorder.of_row(rows, 0, recorder.milliseconds).num_steps == 0
+    assert recorder.finish(rows).row_steps == 1

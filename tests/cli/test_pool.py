@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -94,6 +97,40 @@ def test_pools_are_merged_in_order_and_whole(pool: Pool) -> None:
     assert said["num_tokens"] == 998
     # Into one of them.
     assert pool("merge", "a", "a", "b")["num_tokens"] == 1_800
+
+
+WORKER = """
+import os, signal, sys
+from lookahead_hf.ngram_pool import NgramPool
+
+name, first, dies_at = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+shared, learned = NgramPool.load("shared.safetensors"), NgramPool(1_000)
+for number in range(5):
+    assert len(shared) == 900
+    learned.add(range(first + 100 * number, first + 100 * number + 50))
+    if number == dies_at:
+        os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # its part is written, not whole
+    learned.save(f"learned/{name}.safetensors")
+"""
+
+
+def test_pools_of_two_workers_are_merged_though_one_was_killed(pool: Pool) -> None:
+    save("shared.safetensors", range(900))
+    Path("learned").mkdir()
+    workers = [
+        subprocess.Popen([sys.executable, "-c", WORKER, *words])
+        for words in (("a", "10000", "-1"), ("b", "20000", "3"))
+    ]
+    assert [worker.wait(300) for worker in workers] == [0, -signal.SIGKILL]
+    left = sorted(each.suffix for each in Path("learned").iterdir())
+    assert left == [".part", ".safetensors", ".safetensors"]
+    files = sorted(map(str, Path("learned").glob("*.safetensors")))
+    said = pool("merge", "all.safetensors", "shared.safetensors", *files)
+    assert said["num_texts"] == 1 + 5 + 3
+    assert said["num_tokens"] == 900 + 8 * 50
+    merged = NgramPool.load("all.safetensors")
+    following = {n: merged.grow([n], EVEN, 1).token_ids.tolist() for n in (10_440, 20_240, 20_340)}
+    assert following == {10_440: [10_441], 20_240: [20_241], 20_340: []}
 
 
 def test_check_finds_a_changed_bit(run: Run, pool: Pool) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import distributed
 
-from tests.helpers.distributed import sharded, tensor_parallel
+from tests.helpers.distributed import pipeline, sharded, tensor_parallel
 from tests.helpers.distributed.ranks import Found, assert_same, assert_speculated, run_both
 from tests.helpers.models import tiny
 
@@ -17,10 +17,10 @@ if not distributed.is_available() or not distributed.is_gloo_available():
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[list[Found]]:
-    """What both processes found, tensor parallel and sharded."""
+    """What both processes found: tensor parallel, sharded, and in a pipeline."""
     folder = tmp_path_factory.mktemp("processes")
     tiny("llama", num_hidden_layers=2).save_pretrained(folder / "model")
-    return run_both((tensor_parallel.calls, sharded.calls), folder)
+    return run_both((tensor_parallel.calls, sharded.calls, pipeline.calls), folder)
 
 
 @pytest.fixture(scope="module")
@@ -145,3 +145,10 @@ def test_sharded_models_that_are_not_told_to_keep_step(shards: list[Found]) -> N
     for of_rank in shards:
         assert of_rank["not told"]["stats"]["fallback_reason"] == "synced_gpus"
         assert_same(of_rank["not told"])
+
+
+@pytest.mark.parametrize("name", ["greedy", "sampled, two rows"])
+def test_a_pipeline_of_processes_runs_plainly(found: list[list[Found]], name: str) -> None:
+    for of_rank in found[2]:
+        assert of_rank[name]["stats"]["fallback_reason"] == "tensor_parallel"
+        assert_same(of_rank[name])

@@ -12,22 +12,11 @@ import torch
 
 from lookahead_hf import SpeculativeConfig, drafting
 from lookahead_hf.call.prepared import Request
-from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.registry import build
-from lookahead_hf.rows import Rows
 from tests.helpers.models import tiny
 
 GUESS = [np.array([1, 2, 3])]
-
-
-class Own(Drafter):
-    """A user's drafter."""
-
-    name = "own"
-
-    def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
-        return DraftTree.from_chains([[[1, 2]]] * rows.num_rows)
 
 
 def names_of(drafters: list[Drafter]) -> list[str]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from lookahead_hf import SpeculativeConfig
+from lookahead_hf.cli.analysis.replay import MemoryHolder, Text, replay
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting import drafter
 from lookahead_hf.drafting.control.budget import SteadySteps
@@ -17,7 +17,6 @@ from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.session import DraftSession, Limits
 from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
 from lookahead_hf.rows import Rows
-from tests.helpers.drafts import decided
 
 VOCAB = 1000
 
@@ -37,12 +36,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     clock = Clock()
     monkeypatch.setattr(drafter, "perf_counter", clock)
     yield clock
-
-
-class Model:
-    """What a session wants of a model: a place to be remembered under."""
-
-    device, dtype = "cpu", "float32"
 
 
 class Foreseeing(Drafter):
@@ -73,11 +66,9 @@ class Foreseeing(Drafter):
         self.seen.append(int(rows.num_emitted[0] - verdict.num_emitted[0]))
 
 
-def session_of(
-    rows: Rows, *sources: Drafter, model: Any = None, budget: str | int = "auto"
-) -> DraftSession:
-    config, limits = SpeculativeConfig(budget=budget), Limits(False, VOCAB, 100_000)
-    return DraftSession(model or Model(), config, rows, list(sources), limits, SteadySteps())
+def session_of(rows: Rows, *sources: Drafter) -> DraftSession:
+    config, limits = SpeculativeConfig(budget=16), Limits(False, VOCAB, 100_000)
+    return DraftSession(MemoryHolder(), config, rows, list(sources), limits, SteadySteps())
 
 
 def text_of(length: int) -> list[int]:
@@ -86,20 +77,16 @@ def text_of(length: int) -> list[int]:
 
 def decode(text: list[int], clock: Clock, *sources: Drafter, budget: str | int = "auto") -> float:
     """Write the whole text, a step costing 20 ms and a bit for every node; the seconds it took."""
-    rows = Rows(np.zeros((1, 4), np.int64))
-    rows.emit(0, text[0])
-    drafts, start = session_of(rows, *sources, budget=budget), clock.now
-    drafts.begin(rows)
-    while (at := int(rows.num_emitted[0])) < len(text) - 1:
-        draft = drafts.propose(rows)
-        drafts.prepare(SimpleNamespace(logits=None))
-        verdict = decided(draft, text[at:])
-        for token in verdict.token_ids.tolist():
-            rows.emit(0, token)
-        seconds = 0.02 * (1 + 0.005 * draft.max_nodes)
+    unknown, start = np.empty((len(text) + 3, 0)), clock.now
+    whole = Text("", 0, np.zeros(4, np.int64), np.array(text), unknown, unknown)
+
+    def step_seconds(num_nodes: int, length: int) -> float:
+        seconds = 0.02 * (1 + 0.005 * num_nodes)
         clock.now += seconds
-        drafts.observe(rows, draft, verdict, None, seconds)  # type: ignore[arg-type]
-    drafts.end(rows)
+        return seconds
+
+    config = SpeculativeConfig(budget=budget)
+    replay(whole, MemoryHolder(), config, sources, len(text), step_seconds)
     return clock.now - start
 
 
@@ -156,10 +143,10 @@ def test_an_object_serves_one_call_at_a_time() -> None:
     for rows in (many, one):
         for row in range(rows.num_rows):
             rows.emit(row, 1)
-    first = session_of(many, shared, budget=16)
+    first = session_of(many, shared)
     first.begin(many)
     with pytest.warns(RuntimeWarning, match="'recycling' drafts for another call.*own, or the na"):
-        second = session_of(one, shared, budget=16)
+        second = session_of(one, shared)
     second.begin(one)
     assert second.propose(one).num_nodes == 0
     assert first.propose(many).num_rows == 64

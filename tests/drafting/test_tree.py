@@ -13,29 +13,11 @@ from hypothesis import strategies as st
 from lookahead_hf.draft import ROOT, DraftTree
 from lookahead_hf.drafting import _numba
 from lookahead_hf.drafting.control.calibration import Calibration
-from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.tree import head, likeliest_chain, merge
-from lookahead_hf.rows import Rows
+from tests.helpers.drafts import Fixed
 from tests.oracles import drafting as oracle
 
 NUM_BUCKETS = 4
-
-
-class Fixed(Drafter):
-    """A source with known acceptance rates per bucket."""
-
-    def __init__(self, *rates: float) -> None:
-        self._rates = rates
-
-    @property
-    def num_buckets(self) -> int:
-        return len(self._rates)
-
-    def prior(self) -> np.ndarray:
-        return np.array(self._rates, np.float32)
-
-    def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
-        raise NotImplementedError
 
 
 def test_shared_prefixes_become_shared_nodes_with_all_their_evidence() -> None:

@@ -33,6 +33,22 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
             yield
 
 
+def fails_at(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *numbers: int
+) -> list[tuple[Any, ...]]:
+    """Let a method run out of memory in these calls, counted from 1; return the calls so far."""
+    method, calls = getattr(owner, name), list[tuple[Any, ...]]()
+
+    def called(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) in numbers:
+            raise torch.OutOfMemoryError("no memory")
+        return method(*arguments)
+
+    monkeypatch.setattr(owner, name, called)
+    return calls
+
+
 class Put(TextStreamer):
     """Notes what is put."""
 
@@ -53,16 +69,7 @@ def test_while_the_cache_is_taken_over(
 ) -> None:
     model = tiny("gemma3")
     given = {**GREEDY, "do_sample": do_sample, **padded("left", 1)}
-    texts, moved = [], AdoptedCache._to_slots
-    calls = []
-
-    def fails(*args: Any) -> torch.Tensor:
-        calls.append(1)
-        if len(calls) == 3:  # in the second layer
-            raise torch.OutOfMemoryError("no memory")
-        return moved(*args)
-
-    monkeypatch.setattr(AdoptedCache, "_to_slots", fails)
+    texts, calls = [], fails_at(monkeypatch, AdoptedCache, "_to_slots", 3)  # in the second layer
     for asked in (False, True):
         torch.manual_seed(3)
         streamer = Put()
@@ -127,16 +134,8 @@ def test_behind_the_walk_on_a_device(
 
 def test_in_the_growth_of_a_layer(engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The layers that have grown and those that have not are of one size in the next step."""
-    grow, calls = Stores.grow, []
+    calls = fails_at(monkeypatch, Stores, "grow", 6, 11)
     monkeypatch.setattr(SlotGroup, "roomy", lambda group, slots: slots + 2)
-
-    def grown(stores: Stores, capacity: int) -> None:
-        calls.append(capacity)
-        if len(calls) in (6, 11):
-            raise torch.OutOfMemoryError("no memory")
-        grow(stores, capacity)
-
-    monkeypatch.setattr(Stores, "grow", grown)
     call = {**GREEDY, **padded("left")}
     compared(tiny("llama"), lambda: dict(call), call["input_ids"].shape[1])
     assert len(calls) > 11
@@ -144,15 +143,7 @@ def test_in_the_growth_of_a_layer(engine: None, monkeypatch: pytest.MonkeyPatch)
 
 def test_while_layers_drop_tokens(engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that have dropped theirs do not drop any more with the others."""
-    drop, calls = Stores.drop, []
-
-    def dropped(stores: Stores, counts: Any) -> None:
-        calls.append(counts)
-        if len(calls) in (2, 6):
-            raise torch.OutOfMemoryError("no memory")
-        drop(stores, counts)
-
-    monkeypatch.setattr(Stores, "drop", dropped)
+    calls = fails_at(monkeypatch, Stores, "drop", 2, 6)
     monkeypatch.setattr(SlotGroup, "roomy", lambda group, slots: slots + 2)
     call = {**GREEDY, **padded("left"), "max_new_tokens": 60}
     compared(tiny("mistral"), lambda: dict(call), call["input_ids"].shape[1])

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.helpers.models import VOCAB, enlarged
+from tests.helpers.models import VOCAB, built
 
 MODEL_TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
@@ -144,23 +144,23 @@ def build(model_type: str) -> Any:
             shapes = AutoModelForCausalLM.from_config(config)
         if sum(parameter.numel() for parameter in shapes.parameters()) > _MOST_PARAMETERS:
             return None
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            model = with_sdpa(AutoModelForCausalLM.from_config, config).eval().float()
+        model = built(with_sdpa(AutoModelForCausalLM.from_config), config).float()
     except Exception:  # a configuration may object to sizes in any way
         return None
-    model.generation_config.update(
-        eos_token_id=None, forced_eos_token_id=None, forced_bos_token_id=None
-    )
-    return enlarged(model, 3.0)
+    model.generation_config.forced_bos_token_id = None
+    return model
 
 
-def with_sdpa(make: Callable[..., Any], config: Any) -> Any:
-    """Return a model with sdpa attention if it supports that, else eager attention."""
-    try:
-        return make(config, attn_implementation="sdpa")
-    except (ValueError, ImportError):
-        return make(config, attn_implementation="eager")
+def with_sdpa(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Let what makes a model from a configuration use sdpa attention if it can, else eager."""
+
+    def made(config: Any, attn_implementation: str = "sdpa") -> Any:
+        try:
+            return make(config, attn_implementation=attn_implementation)
+        except (ValueError, ImportError):
+            return make(config, attn_implementation="eager")
+
+    return made
 
 
 def small_config(

@@ -8,13 +8,33 @@ import numpy as np
 import torch
 
 from lookahead_hf.call.prepared import Request
+from lookahead_hf.cli.analysis.replay import accepted_path
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.draft import ROOT, DraftTree, Verdict
 from lookahead_hf.drafting.control.calibration import Calibration
+from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.tree import head
 from lookahead_hf.rows import Rows
+
+
+class Fixed(Drafter):
+    """A source that only has acceptance rates, one per bucket."""
+
+    def __init__(self, *rates: float, name: str = "fixed") -> None:
+        self.name = name  # type: ignore[misc]
+        self._rates = rates
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self._rates)
+
+    def prior(self) -> np.ndarray:
+        return np.array(self._rates, np.float32)
+
+    def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
+        raise NotImplementedError
 
 
 def rows_of(texts: Sequence[Sequence[int]], num_emitted: int = 1) -> Rows:
@@ -47,12 +67,7 @@ def paths(draft: DraftTree, row: int = 0) -> list[list[int]]:
 
 def decided(draft: DraftTree, truth: Sequence[int]) -> Verdict:
     """The verdict on a draft of one row whose text goes on like this."""
-    path: list[int] = []
-    for token in truth[:-1]:
-        child = draft.child_of(0, path[-1] if path else ROOT, token)
-        if child is None:
-            break
-        path.append(child)
+    path = accepted_path(draft, np.array(truth[:-1]))
     return Verdict.from_rows([truth[: len(path) + 1]], [path])
 
 

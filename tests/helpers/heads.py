@@ -13,10 +13,10 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tests.helpers.models import VOCAB, enlarged
+from tests.helpers.models import IDS, VOCAB, enlarged
 
 _SIZES = {
-    "vocab_size": VOCAB,
+    **IDS,
     "hidden_size": 32,
     "intermediate_size": 48,
     "moe_intermediate_size": 16,
@@ -25,9 +25,6 @@ _SIZES = {
     "num_key_value_heads": 2,
     "num_experts_per_tok": 2,
     "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
 _FIELDS: dict[str, dict[str, Any]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,28 +14,20 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 VOCAB = 100
 NAMES = ("llama", "qwen3", "mistral", "gemma3", "gpt2", "gpt_neox", "phi", "mixtral")
 
+IDS = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _COMMON = {
-    "vocab_size": VOCAB,
+    **IDS,
     "hidden_size": 48,
     "intermediate_size": 96,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
 _GPT2 = {
-    "vocab_size": VOCAB,
-    "n_embd": 48,
-    "n_layer": 4,
-    "n_head": 4,
-    "n_positions": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    **IDS,
+    **{"n_embd": 48, "n_layer": 4, "n_head": 4, "n_positions": 512},
     "tie_word_embeddings": False,
 }
 _TWO_KINDS = {
@@ -89,11 +82,28 @@ def tiny(
     """
     model_type, fields = _FIELDS[name]
     config = CONFIG_MAPPING[model_type](**{**fields, **own})
+    factor = _SCALE.get(name, 3.0) if scale is None else scale
+    return built(AutoModelForCausalLM.from_config, config, attn, factor, seed)
+
+
+def built(
+    make: Callable[..., Any], config: Any, attn: str = "sdpa", scale: float = 3.0, seed: int = 0
+) -> Any:
+    """Return a random model in eval mode whose texts are varied and do not end by themselves.
+
+    Args:
+        make: Makes it from a configuration, such as `from_config` of an `Auto` class.
+        config: The configuration.
+        attn: Attention implementation.
+        scale: What the matrices are multiplied with.
+        seed: Seed of the weights.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attn).eval()
-    model.generation_config.eos_token_id = None
-    return enlarged(model, _SCALE.get(name, 3.0) if scale is None else scale)
+        model = make(config, attn_implementation=attn).eval()
+    settings = model.generation_config
+    settings.eos_token_id = settings.forced_eos_token_id = None
+    return enlarged(model, scale)
 
 
 def enlarged(model: Any, factor: float) -> Any:

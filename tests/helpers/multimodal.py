@@ -12,7 +12,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.helpers.architectures import small_config, with_sdpa
-from tests.helpers.models import VOCAB, enlarged
+from tests.helpers.models import VOCAB, built
 
 PICTURE, SOUND = VOCAB - 3, VOCAB - 2
 """The tokens that stand for a part of a picture, or of a recording."""
@@ -122,20 +122,17 @@ def build(model_type: str, scale: float = 3.0) -> Any:
     count = sum(parameter.numel() for parameter in shapes.parameters())
     if count > _MOST_PARAMETERS:
         raise ValueError(f"{count} parameters")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = with_sdpa(model_class._from_config, config).eval().float()
+
+    def make(config: Any, attn_implementation: str) -> Any:
+        model = with_sdpa(model_class._from_config)(config, attn_implementation).float()
         _let_pictures_matter(model)
-    model.generation_config.update(
-        num_beams=1,
-        eos_token_id=None,
-        pad_token_id=0,
-        forced_eos_token_id=None,
-        forced_bos_token_id=None,
-    )
+        return model
+
+    model = built(make, config, scale=scale)
+    model.generation_config.update(num_beams=1, pad_token_id=0, forced_bos_token_id=None)
     if config.is_encoder_decoder and model.generation_config.decoder_start_token_id is None:
         model.generation_config.decoder_start_token_id = 1
-    return enlarged(model, scale)
+    return model
 
 
 def _let_pictures_matter(model: Any) -> None:

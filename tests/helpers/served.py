@@ -6,13 +6,14 @@ import socket
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -57,9 +58,17 @@ class Served:
             manager.submit(lambda: None).result(60)
 
 
+def joined(chunks: Iterable[Any]) -> str:
+    """The text of a stream."""
+    choices = (choice for chunk in chunks for choice in chunk.choices)
+    return "".join(choice.delta.content or "" for choice in choices)
+
+
 @contextmanager
 def serving(folder: str, config: SpeculativeConfig, **options: Any) -> Iterator[Served]:
     """Run a server of a model in a folder; `options` are those of transformers' server."""
+    for name in ("fastapi", "uvicorn", "openai", "prometheus_client"):
+        pytest.importorskip(name)
     import uvicorn
     from transformers.cli.serve import Serve
 

@@ -16,11 +16,16 @@ from transformers import (
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from tests.helpers.models import enlarged
+from tests.helpers.models import built
 
 FRAMES = 40
 """Frames of sound that the tiny Whisper hears at once."""
 
+_SIZES: dict[str, Any] = {
+    **{"d_model": 48, "encoder_layers": 2, "decoder_layers": 3},
+    **{"encoder_attention_heads": 4, "decoder_attention_heads": 4},
+    **{"encoder_ffn_dim": 96, "decoder_ffn_dim": 96},
+}
 _SPECIAL = ["<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|translate|>", "<|transcribe|>"]
 _SPECIAL += ["<|startoflm|>", "<|startofprev|>", "<|nocaptions|>", "<|notimestamps|>"]
 
@@ -40,13 +45,7 @@ def tiny_whisper(attn: str = "sdpa", scale: float = 4.0) -> Any:
     config = WhisperConfig(
         vocab_size=len(tokenizer),
         num_mel_bins=8,
-        d_model=48,
-        encoder_layers=2,
-        decoder_layers=3,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=96,
-        decoder_ffn_dim=96,
+        **_SIZES,
         max_source_positions=FRAMES // 2,
         max_target_positions=64,
         pad_token_id=ids["<|endoftext|>"],
@@ -57,8 +56,9 @@ def tiny_whisper(attn: str = "sdpa", scale: float = 4.0) -> Any:
         begin_suppress_tokens=None,
         tie_word_embeddings=False,
     )
-    model = _scaled(WhisperForConditionalGeneration, config, attn, scale)
+    model = built(WhisperForConditionalGeneration._from_config, config, attn, scale)
     settings = model.generation_config
+    settings.eos_token_id = config.eos_token_id
     # Bytes that are no characters would make different texts look the same.
     ascii_ones = {token for token in range(256) if tokenizer.decode([token]).isascii()}
     settings.suppress_tokens = sorted(set(range(256)) - ascii_ones | set(ids.values()))
@@ -92,15 +92,7 @@ def tiny_moonshine(vocab_size: int, scale: float = 4.0) -> Any:
         decoder_start_token_id=2,
         tie_word_embeddings=False,
     )
-    model = _scaled(MoonshineForConditionalGeneration, config, "sdpa", scale)
-    model.generation_config.eos_token_id = None
-    return model
-
-
-def _scaled(kind: Any, config: Any, attn: str, scale: float) -> Any:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return enlarged(kind._from_config(config, attn_implementation=attn).eval(), scale)
+    return built(MoonshineForConditionalGeneration._from_config, config, "sdpa", scale)
 
 
 def frames(rows: int = 1, columns: int = FRAMES, seed: int = 0) -> torch.Tensor:

@@ -11,7 +11,6 @@ import torch
 
 import lookahead_hf
 from lookahead_hf import ngram_pool, structured
-from lookahead_hf.drafting.sources.grammar import vocabulary
 from lookahead_hf.drafting.sources.grammar.vocabulary import Vocabulary
 from lookahead_hf.logits import constraints
 from lookahead_hf.logits.grammars.llguidance import LLGuidance
@@ -85,9 +84,8 @@ def test_tokenizers_of_one_size_have_vocabularies_of_their_own() -> None:
     assert LLGuidance(wrong, words).vocabulary != first.vocabulary
 
 
-def test_what_is_kept_of_a_tokenizer_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vocabulary, "_MOST_KEPT", 3)
-    own = Vocabulary([bytes([char]) for char in range(128)])
+def test_what_is_kept_of_a_tokenizer_has_a_limit() -> None:
+    own = Vocabulary([bytes([char]) for char in range(128)], most_kept=3)
     for words in (b"a", b"b", b"a", b"c", b"d", b"ab"):
         assert own.encode(words) == list(words)
         assert len(own._encoded) <= 3

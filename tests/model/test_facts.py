@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 import lookahead_hf
 from lookahead_hf.model.facts import facts_of
+from tests.helpers.architectures import build
+from tests.helpers.encoder_decoder import texts, tiny_pair
 from tests.helpers.models import prompt, tiny
 
 CALL: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
@@ -21,7 +24,7 @@ MOST_WALKS = 3
 
 @pytest.fixture
 def walks(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Walks over all modules of a model that begin in the package, by the file."""
+    """Walks over the modules of a model or its decoder that the package begins, by the file."""
     counts, original = Counter[str](), nn.Module.named_modules
 
     def named_modules(self: nn.Module, memo: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -29,7 +32,8 @@ def walks(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         while frame.f_code.co_filename == nn.modules.module.__file__ and frame.f_back is not None:
             frame = frame.f_back
         _, _, file = frame.f_code.co_filename.rpartition("/lookahead_hf/")
-        if memo is None and frame.f_code.co_filename != file:
+        is_whole = memo is None and isinstance(self, PreTrainedModel)
+        if is_whole and frame.f_code.co_filename != file:
             counts[file] += 1
         return original(self, memo, *args, **kwargs)
 
@@ -37,16 +41,24 @@ def walks(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
+PAIRS = ("bart", "t5")
+
+
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "bloom", "gpt_neo", "lfm2", *PAIRS])
 def test_a_warm_call_walks_over_the_modules_at_most_three_times(
     name: str, rows: int, walks: Counter[str]
 ) -> None:
-    model = lookahead_hf.enable(tiny(name))
-    plain = model.generate(prompt(rows), **CALL)
+    if name in PAIRS:
+        model, inputs = tiny_pair(name), texts(rows)
+    else:
+        is_tiny = name in ("llama", "gemma3", "gpt2")
+        model, inputs = tiny(name) if is_tiny else build(name), {"input_ids": prompt(rows)}
+    lookahead_hf.enable(model)
+    plain = model.generate(**inputs, **CALL)
     for _ in range(2):
         walks.clear()
-        ids = model.generate(prompt(rows), **CALL, speculative={"budget": 4})
+        ids = model.generate(**inputs, **CALL, speculative={"budget": 4})
     stats = lookahead_hf.last_stats(model)
     assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
     assert torch.equal(ids, plain)
@@ -77,7 +89,7 @@ def test_a_change_inside_the_model_counts_from_the_next_call_on(
         seen.append((facts.is_compiled, facts.is_hooked, facts.devices))
         raise lookahead_hf.fallback.Unserved(lookahead_hf.FallbackReason.MODEL, "for the test")
 
-    monkeypatch.setattr("lookahead_hf.support.checks.check_kind", noted)
+    monkeypatch.setattr("lookahead_hf.support.checks._check_kind", noted)
     for _ in range(2):
         with pytest.raises(lookahead_hf.SpeculationFallbackError):
             model.generate(prompt(), **CALL, speculative={"on_fallback": "error"})

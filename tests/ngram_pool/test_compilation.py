@@ -247,6 +247,16 @@ register(warm_up)
 """
 
 
+def pending(
+    name: str, code: str, folder: Path, monkeypatch: pytest.MonkeyPatch, seconds: float = 250.0
+) -> None:
+    """Import a module that registers work; the other process runs idly for these seconds."""
+    (folder / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(compilation, "IDLE_SECONDS", seconds)
+    importlib.import_module(name)
+
+
 def finished() -> int:
     """Compile in another process; return its exit status."""
     assert compilation.of_process.compile_elsewhere()
@@ -260,14 +270,11 @@ def test_the_other_process_imports_as_this_one_does(
     (tmp_path / "signal.py").write_text("raise SystemExit('this is not the standard library')")
     folder = tmp_path / """some "folder's" {name}"""
     folder.mkdir()
-    (folder / "pending_work.py").write_text(WORK)
-    monkeypatch.setattr(sys, "path", [str(folder), *sys.path, tmp_path])  # no import reads a Path
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])  # no import reads a Path
     monkeypatch.chdir(tmp_path)
-    importlib.import_module("pending_work")
-    monkeypatch.setattr(compilation, "IDLE_SECONDS", 250.0)
+    pending("pending_work", WORK, folder, monkeypatch)
     assert finished() == 0
-    idle = getattr(os, "SCHED_IDLE", None)
-    assert (tmp_path / "compiled").read_text() == str(idle)
+    assert Path("compiled").read_text() == str(getattr(os, "SCHED_IDLE", None))
 
 
 ABORTING = """
@@ -282,11 +289,9 @@ def test_what_ends_the_other_process_does_not_end_this_one(
     work: list[Callable[[], None]], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As LLVM does where it cannot lower an instruction."""
-    (folder / "aborting_work.py").write_text(ABORTING)
-    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
-    monkeypatch.setattr(compilation, "IDLE_SECONDS", 250.0)
+    pending("aborting_work", ABORTING, folder, monkeypatch)
     module = toy(folder)
-    compilation.register(lambda: module.double(3))
+    work[0] = lambda: module.double(3)
     work[0].__module__ = "aborting_work"
     assert finished() == -signal.SIGABRT
     compilation.wait_until_loaded(60)
@@ -313,13 +318,10 @@ register(warm_up)
 def test_a_process_that_gets_no_core_goes_on_at_normal_priority(
     work: list[Callable[[], None]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "starved_work.py").write_text(STARVED.format(parent=os.getpid()))
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    monkeypatch.setattr(compilation, "IDLE_SECONDS", 0.5)
     monkeypatch.chdir(tmp_path)
-    importlib.import_module("starved_work")
+    pending("starved_work", STARVED.format(parent=os.getpid()), tmp_path, monkeypatch, 0.5)
     assert finished() == 0
-    assert (tmp_path / "compiled").read_text() == str(os.sched_getscheduler(0))
+    assert Path("compiled").read_text() == str(os.sched_getscheduler(0))
 
 
 def test_steps_give_way_to_a_process_that_gets_no_core(monkeypatch: pytest.MonkeyPatch) -> None:

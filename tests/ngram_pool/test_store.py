@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from lookahead_hf import places
 from lookahead_hf.ngram_pool import NgramPool, store
+from lookahead_hf.utils import files
 from tests.helpers.ngrams import EVEN, TEXT, tree_of
 
 
@@ -284,7 +284,7 @@ def test_what_a_killed_writer_has_left_is_removed(tmp_path: Path) -> None:
     for each in tmp_path.iterdir():
         os.utime(each, (1e9, 1e9))
     with written.open("rb") as file:
-        assert places._lock(file)  # as its writer does
+        assert files._lock(file)  # as its writer does
         store.write(path, store.Contents(16))
     assert not left.exists()
     assert all(each.exists() for each in (written, *others))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from types import FrameType
 from typing import Any
@@ -18,7 +18,6 @@ from lookahead_hf import compat
 from lookahead_hf.generation import decode
 from lookahead_hf.patches import attention, forward, implicit_positions, install
 from lookahead_hf.patches import patched as patched_module
-from lookahead_hf.patches.install import SharedChange
 from lookahead_hf.patches.patched import patched
 from tests.helpers.encoder_decoder import tiny_pair
 from tests.helpers.models import prompt, tiny
@@ -72,7 +71,7 @@ def state(model: Any) -> list[Any]:
 @pytest.mark.parametrize("is_nested", [False, True])
 @pytest.mark.parametrize("what", ["attention", "table", "bias", "cudnn"])
 def test_an_interrupt_at_any_line(what: str, is_nested: bool) -> None:
-    makes: dict[str, tuple[Any, Callable[[Any], SharedChange]]] = {
+    makes: dict[str, tuple[Any, Callable[[Any], AbstractContextManager[None]]]] = {
         "attention": (tiny("gemma3"), patched),
         "table": (tiny_pair("bart"), patched),
         "bias": (tiny_pair("t5"), patched),
@@ -80,7 +79,7 @@ def test_an_interrupt_at_any_line(what: str, is_nested: bool) -> None:
     }
     model, context = makes[what]
 
-    def make() -> SharedChange:
+    def make() -> AbstractContextManager[None]:
         return context(model)
 
     before = state(model)
@@ -89,12 +88,8 @@ def test_an_interrupt_at_any_line(what: str, is_nested: bool) -> None:
     assert within != before
 
     def call() -> None:
-        change = make()
-        try:
-            with change:
-                assert state(model) == within
-        finally:
-            change.restore()  # as in a call of `generate`
+        with make():
+            assert state(model) == within
 
     outside = make() if is_nested else nullcontext()
     with outside:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from lookahead_hf.patches.lazy_mask import UnreadMask, made
+from lookahead_hf.patches.lazy_mask import LazyMask, made
 
 MASK = torch.tensor([[[[0.0, -1.0, 0.0], [-1.0, -1.0, 0.0]]]])
 
 
-def unread() -> tuple[UnreadMask, list[torch.Tensor]]:
+def unread() -> tuple[LazyMask, list[torch.Tensor]]:
     """A stand-in, and the masks that were made for it."""
     masks: list[torch.Tensor] = []
 
@@ -21,7 +21,7 @@ def unread() -> tuple[UnreadMask, list[torch.Tensor]]:
         masks.append(MASK.clone())
         return masks[-1]
 
-    return UnreadMask.of(make, tuple(MASK.shape), MASK.dtype, MASK.device), masks
+    return LazyMask.of(make, tuple(MASK.shape), MASK.dtype, MASK.device), masks
 
 
 def test_its_shape_can_be_asked_for() -> None:

@@ -101,4 +101,7 @@ def test_what_sees_whole_batches_keeps_padded_blocks() -> None:
     hook = model.model.layers[0].register_forward_hook(lambda *_: None)
     assert not serves(model)
     hook.remove()
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert not serves(model)
+    hook.remove()
     assert serves(model)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,7 @@ from lookahead_hf.serving.openai_fields import REFUSED, check_fields
 from tests.helpers.served import Served, serving
 from tests.helpers.tiny_chat import DRAFTING
 
-for name in ("fastapi", "uvicorn", "openai", "prometheus_client"):
-    pytest.importorskip(name)
-
 CHAT = "/v1/chat/completions"
-
-
-@pytest.fixture(scope="module")
-def served(folder: str) -> Iterator[Served]:
-    with serving(folder, SpeculativeConfig(**DRAFTING)) as served:
-        yield served
 
 
 @pytest.fixture(autouse=True)

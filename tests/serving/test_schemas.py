@@ -11,11 +11,8 @@ import pytest
 
 from lookahead_hf import SpeculativeConfig, totals
 from tests.helpers.grammars import LEVEL, schema
-from tests.helpers.served import Served, serving
+from tests.helpers.served import Served, joined, serving
 from tests.helpers.tiny_chat import DRAFTING
-
-for name in ("fastapi", "uvicorn", "openai", "prometheus_client"):
-    pytest.importorskip(name)
 
 SCHEMAS = (
     schema(country={"const": "Great Britain"}, level=LEVEL),
@@ -41,8 +38,7 @@ def test_answers_obey_the_schemas_of_their_requests(served: Served, stream: bool
     def answer(number: int) -> str:
         if not stream:
             return served.text(**asking(number))
-        pieces: list[Any] = list(served.ask(stream=True, **asking(number)))
-        return "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
+        return joined(served.ask(stream=True, **asking(number)))
 
     before = totals(served.model).stats.num_accepted
     with ThreadPoolExecutor(2) as clients:

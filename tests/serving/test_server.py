@@ -19,20 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.ngram_pool import NgramPool
 from lookahead_hf.serving.fields import ServedRequest, current
-from tests.helpers.served import Served, serving
-from tests.helpers.tiny_chat import DRAFTING
-
-for name in ("fastapi", "uvicorn", "openai", "prometheus_client"):
-    pytest.importorskip(name)
+from tests.helpers.served import Served, joined, serving
 
 CHAT = "/v1/chat/completions"
 PREFIX = "lookahead_hf:spec_decode_num_"
-
-
-@pytest.fixture(scope="module")
-def served(folder: str) -> Iterator[Served]:
-    with serving(folder, SpeculativeConfig(**DRAFTING)) as served:
-        yield served
 
 
 def speculated(answer: Any) -> dict[str, Any]:
@@ -82,7 +72,7 @@ def test_a_stream_has_the_text_and_at_its_end_the_statistics(served: Served) -> 
     plain = served.plain()
     fields = predicting(plain, in_parts=True)
     *chunks, last = served.ask(stream=True, **fields)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == plain
+    assert joined(chunks) == plain
     assert last.usage.completion_tokens == 48
     assert last.usage.completion_tokens_details.accepted_prediction_tokens > 36
     assert speculated(last)["num_spec_steps"] < 12

@@ -18,9 +18,6 @@ from tests.helpers.grammars import LEVEL, schema
 from tests.helpers.served import Served, save_ascii_chat, serving
 from tests.helpers.tiny_chat import DRAFTING
 
-for name in ("fastapi", "uvicorn", "openai", "prometheus_client"):
-    pytest.importorskip(name)
-
 WEATHER = {"name": "weather", "parameters": schema(level=LEVEL, is_open={"type": "boolean"})}
 PLACE = {
     "name": "place",

@@ -19,7 +19,9 @@ from transformers.generation.stopping_criteria import (
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig, kernels
+from lookahead_hf.call.emitter import Emitter
 from lookahead_hf.call.outputs import RequestedOutputs
+from lookahead_hf.call.stopping import RowStopping
 from lookahead_hf.call.streaming import ColumnStream
 from lookahead_hf.draft import ROOT, DraftTree, Evidence, Verdict
 from lookahead_hf.drafting.control.calibration import Calibration
@@ -32,7 +34,6 @@ from lookahead_hf.logits.row_processors import RowProcessors
 from lookahead_hf.rows import Rows
 from lookahead_hf.verification import rejection
 from lookahead_hf.verification.rejection import Rejection
-from lookahead_hf.verification.stopping import RowStopping
 from lookahead_hf.verification.walk import Rules
 from tests.helpers.compared import speculated
 from tests.helpers.device import HostReads
@@ -60,17 +61,14 @@ def engine(
     silent = SimpleNamespace(
         return_dict_in_generate=False, **{f"output_{name}": False for name in names}
     )
-    return Rejection(
-        Rules(
-            RowProcessors(hf.LogitsProcessorList(processors), num_rows),
-            RowStopping(criteria, num_rows),
-            RequestedOutputs(silent, num_rows),
-            ColumnStream(None, num_rows, None),
-            torch.device("cpu"),
-            do_sample=True,
-            in_order=True,
-        )
+    rules = Rules(RowProcessors(hf.LogitsProcessorList(processors), num_rows), True, True)
+    emitter = Emitter(
+        RowStopping(criteria, num_rows),
+        RequestedOutputs(silent, num_rows),
+        ColumnStream(None, num_rows, None),
+        torch.device("cpu"),
     )
+    return Rejection(rules, emitter)
 
 
 class MarkovDrafter(Drafter):

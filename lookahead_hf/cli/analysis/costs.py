@@ -45,7 +45,7 @@ class Costs:
     prefill: float = 0.0
 
     def step(self, num_nodes: int, length: int = 0) -> float:
-        """Return the cost of a step with so many draft tokens, at any length of the text."""
+        """Return the cost of a step with `num_nodes` draft tokens, at any length of the text."""
         return float(np.interp(num_nodes, list(self.steps), list(self.steps.values())))
 
 
@@ -55,11 +55,7 @@ def length_class(num_tokens: int) -> int:
 
 
 def write(model: Any, inputs: dict[str, Any], new_tokens: int) -> Call:
-    """Generate a text speculatively with the default setting.
-
-    Raises:
-        SpeculationFallbackError: The model's calls cannot be speculated.
-    """
+    """Generate a text speculatively with the default setting, or raise SpeculationFallbackError."""
     config = SpeculativeConfig(on_fallback="error")
     return timed_call(model, {**inputs, "max_new_tokens": new_tokens, "speculative": config})
 
@@ -67,7 +63,7 @@ def write(model: Any, inputs: dict[str, Any], new_tokens: int) -> Call:
 def measure(model: Any, inputs: dict[str, Any]) -> tuple[Costs, Call]:
     """Measure the costs of calls on prompts of about the length of `inputs`.
 
-    Plain and speculative calls take turns; a speculative one of `OUR_TOKENS` is returned beside.
+    Plain and speculative calls take turns; the last speculative one is also returned.
     """
     import lookahead_hf
 
@@ -93,7 +89,7 @@ def measure(model: Any, inputs: dict[str, Any]) -> tuple[Costs, Call]:
 
 
 def _plain_times(model: Any, inputs: dict[str, Any]) -> list[float]:
-    """Seconds from the start of a plain call to each of its tokens."""
+    """Return the seconds from the start of a plain call to each of its tokens."""
     times: list[float] = []
     clock = SimpleNamespace(put=lambda _: times.append(time.perf_counter()), end=lambda: None)
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Estimate the time of calls under several settings, from replayed texts and the costs of steps."""
+"""Estimates the time of calls under several settings, from replayed texts and costs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
 
 TOP = 64
-"""Likeliest next tokens that are recorded per position, as many as any drafter uses."""
+"""Likeliest next tokens recorded per position, as many as any drafter uses."""
 
 DEFAULT, NGRAM, LEARN, NO_DRAFTS = "default", "prompt lookup", "learning pool", "no drafts"
 SETTINGS: Mapping[str, dict[str, Any]] = {
@@ -50,7 +50,6 @@ class Traced:
     missing: float = 1.0
 
     def steps(self, setting: str) -> dict[int, float]:
-        """Return the number of steps by draft tokens."""
         if setting == DEFAULT and self.called is not None:
             return {nodes: float(count) for nodes, count in self.called.items()}
         recycles = self.text.has_logits and setting in (DEFAULT, LEARN)
@@ -58,14 +57,12 @@ class Traced:
         return {nodes: factor * n for nodes, n in self.replayed[setting].budgets.items()}
 
     def seconds(self, setting: str, costs: Costs) -> float:
-        """Estimated time of the call."""
         drafting = 0.0 if setting == NO_DRAFTS else costs.drafting
         steps = self.steps(setting).items()
         in_steps = sum(count * (costs.step(nodes) + drafting) for nodes, count in steps)
         return costs.prefill * len(self.text.prompt) + in_steps
 
     def plain_seconds(self, costs: Costs) -> float:
-        """Estimated time of plain `generate`."""
         prefill = costs.plain_prefill * len(self.text.prompt)
         return prefill + costs.plain_step * (len(self.text.output) - 1)
 
@@ -88,9 +85,9 @@ def trace(
 
 
 def shortfall(texts: Sequence[Traced]) -> float:
-    """Steps that the calls took for each one that their replay takes, at most 1.
+    """Return the steps of the calls for each step of their replay, at most 1.
 
-    What the model says after rejected draft tokens is not recorded, and recycling draws on it.
+    The logits after rejected draft tokens, which recycling draws on, are not recorded.
     """
     pairs = [(t.called, t.replayed[DEFAULT].steps) for t in texts if t.called is not None]
     called = sum(sum(budgets.values()) for budgets, _ in pairs if budgets is not None)

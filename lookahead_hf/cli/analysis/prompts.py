@@ -1,4 +1,4 @@
-"""Read the user's prompts and, where the file has them, their outputs."""
+"""Reads the user's prompts and, where the file has them, their outputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EXPECTED = 'Write one record per line, such as {"prompt": "...", "output": "...
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt as the messages of a conversation, and what was written for it, if that is known."""
+    """A prompt as the messages of a conversation, and its output, if known."""
 
     group: str
     messages: tuple[dict[str, str], ...]

@@ -1,7 +1,7 @@
-"""Replay recorded texts through the drafting of a call: the text decides what is accepted.
+"""Replays recorded texts through the drafting of a call: the text decides what is accepted.
 
-No model runs. Drafters, learned rates and budget are those of a call; the time of a step is what a
-function says.
+No model runs. Drafters, learned rates and budget are those of a call; a function says what a step
+costs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lookahead_hf.rows import Rows
 from lookahead_hf.stats import SourceStats
 
 UNUSED = torch.empty(1, 0, 0)
-"""Replaces the logits: what was recorded of them arrives in `RecordedRecycling.seen`."""
+"""Replaces the logits: those that were recorded arrive in `RecordedRecycling.seen`."""
 
 StepSeconds = Callable[[int, int], float]
 """The seconds of a step, from its draft tokens and the length of the text before it."""
@@ -49,7 +49,6 @@ class Text:
 
     @property
     def has_logits(self) -> bool:
-        """Whether it was recorded what the model expected."""
         return self.top_ids.shape[1] > 0
 
 
@@ -92,8 +91,8 @@ def accepted_path(draft: DraftTree, truth: np.ndarray) -> list[int]:
 class RecordedRecycling(RecyclingDrafter):
     """Recycles recorded tokens instead of a tensor of logits.
 
-    Only the logits of the text's own tokens were recorded. What a model says after rejected draft
-    tokens is missing, so drafts are a little worse than in a call.
+    What a model says after rejected draft tokens was not recorded, so drafts are a little worse
+    than in a call.
     """
 
     seen: Seen
@@ -117,12 +116,11 @@ class Replayed:
 
     @property
     def steps(self) -> int:
-        """Steps of the text."""
         return self.budgets.total()
 
 
 class MemoryHolder:
-    """Stands in for a model: drafting keeps for it what it keeps for a model between calls."""
+    """Stands in for a model: drafting keeps its memory between calls with it."""
 
     device, dtype = "cpu", "replayed"
 

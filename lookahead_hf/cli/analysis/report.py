@@ -1,4 +1,4 @@
-"""Report of the estimates to the user: expected speeds, reasons, settings, a verdict."""
+"""Reports the estimates: expected speeds, reasons, settings, a verdict."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORTH = 1.1
 """The speed-up from which on speculation is worth switching on."""
 
 MUCH = 0.15
-"""The share of the tokens or of the time from which on it is named as a reason."""
+"""Share of the tokens or of the time that is named as a reason."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,10 @@ class Finding:
 
     @property
     def advice(self) -> str:
-        """The argument of `generate` to use."""
         return f"speculative={self.best.config if self.best.speed_up > 1.0 else False}"
 
     @property
     def why(self) -> str:
-        """The reasons, as sentences."""
         *known, new = self.repeats.items()
         named = [f"{share:.0%} repeat {place}" for place, share in known if share >= MUCH]
         said = [f"Of the output's tokens, {', '.join([*named, f'{new[1]:.0%} are new'])}."]
@@ -91,22 +89,21 @@ class Finding:
             can = "can foresee some of these" if self.recycles else "are not in this estimate"
             said.append(f"The model's own earlier guesses {can}.")
         if self.prefill_share >= MUCH:
-            said.append(f"The prompt takes {self.prefill_share:.0%} of plain's time; that stays.")
+            share = f"{self.prefill_share:.0%} of the plain time"
+            said.append(f"The prompt takes {share}, which stays.")
         alone = self.expected[NO_DRAFTS].speed_up
         if alone >= WORTH or alone <= 1 / WORTH:
-            said.append(f"Without drafts, the library reaches {alone:.2f} times plain's speed.")
+            said.append(f"Without drafts, the library reaches {alone:.2f} times the plain speed.")
         if self.best.setting == LEARN:
             said.append("With a learning pool, a text may change the speed of other users' texts.")
         return " ".join(said)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON values."""
         derived = {"verdict": self.verdict, "why": self.why, "use": self.advice}
         return {**asdict(self), **derived, "best": self.best.setting}
 
 
 def findings(texts: Sequence[Traced], costs: CostsOf) -> list[Finding]:
-    """Sum up the texts of each group."""
     groups = dict.fromkeys(traced.text.family for traced in texts)
     return [_finding(group, texts, costs) for group in groups]
 
@@ -149,7 +146,6 @@ def _finding(group: str, texts: Sequence[Traced], costs: CostsOf) -> Finding:
 
 
 def config_line(setting: str) -> str:
-    """Return the Python expression of a setting."""
     fields = ", ".join(f"{name}={value!r}" for name, value in SETTINGS[setting].items())
     return f"SpeculativeConfig({fields})".replace("'", '"')
 

@@ -11,10 +11,10 @@ from lookahead_hf.ngram_pool.jit import jit
 
 @jit
 def tested_nodes(row_offsets, token_ids, parents, token_offsets, emitted):
-    """Return what the text said about each node, [nodes] int8: 1 right, 0 wrong, -1 not tested.
+    """Return what the text says about each node, [nodes] int8: 1 right, 0 wrong, -1 untested.
 
-    Tested are the children of the root and of every node that was right, verified or not: the token
-    emitted after their parent says which of them is. The others hang on what was not emitted.
+    Children of the root and of right nodes are tested, verified or not, by the token after their
+    parent.
     """
     outcome = np.full(len(token_ids), -1, np.int8)
     after = np.full(len(token_ids), -1, np.int64)
@@ -37,10 +37,10 @@ def learn_rates(
     outcome, entry_offsets, entry_source, entry_bucket, bucket_starts, prior, prior_weight, memory,
     counts, gained, rates,
 ):  # fmt: skip
-    """Count each tested node in all its buckets and renew their rates.
+    """Count each tested node in all its buckets and update their rates.
 
-    A bucket that was tested `memory` times forgets as much as it learns, so it follows the text.
-    `counts`, `gained` and `rates` are those of `Calibration` and change in place.
+    After `memory` tests, a bucket forgets as much as it learns, and so follows the text. `counts`,
+    `gained` and `rates`, those of `Calibration`, change in place.
     """
     for node in range(len(outcome)):
         if outcome[node] < 0:
@@ -62,8 +62,8 @@ def learn_rates(
 def count_sources(row_offsets, entry_offsets, entry_source, path_offsets, path, counts):
     """Add up what each source drafted, what was accepted, and what of that only it proposed.
 
-    `counts`, [rows, 3, sources] int64, changes in place. Returns the last of the three for this
-    step and all rows, [sources] int64.
+    `counts`, [rows, 3, sources] int64, changes in place. Returns the third count of this step over
+    all rows, [sources] int64.
     """
     num_sources = counts.shape[2]
     proposed = np.empty(num_sources, np.bool_)

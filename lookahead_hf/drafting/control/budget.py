@@ -1,4 +1,4 @@
-"""Number of nodes to verify: as many as bring the most tokens per second, none if none pay."""
+"""The number of nodes to verify: what brings the most tokens per second, possibly none."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ if TYPE_CHECKING:
     from lookahead_hf.runner.host import Runner
 
 FIRST_SIZE = 7
-"""Nodes per row up to whose size a step may go while no cost is known; then the greatest measured
-size may double."""
+"""Nodes per row that a step may have while no cost is known. Later the largest measured may double.
+"""
 
 LIKELY = 0.5
-"""Probability from which on nodes may exceed that size: no measured curve rises so steeply."""
+"""Nodes at least this likely may exceed that size: no measured cost curve makes them a loss."""
 
 PATIENCE = 0.5
-"""Expected tokens per row that a due plain step may give up, times the steps that it has waited.
-Short answers often copy in their very first steps."""
+"""Expected tokens per row that a due plain step may give up, per step that it has waited. Short
+answers often copy in their very first steps."""
 
 MOST_TOGETHER = 384
-"""Most nodes that all rows together are offered to choose from; no device verifies more for free.
-For 32 rows, trees of 12 nodes take a quarter less time than trees of 16."""
+"""Most nodes that all rows together are offered; no device verifies more for free. For 32 rows,
+trees of 12 nodes take a quarter less time than trees of 16."""
 
 SAVED_SHARE = 0.6
-"""Steps that a static batch saves by its accepted tokens, relative to those that it would save if
-all rows accepted equally many: 0.4 to 1.0 in batches of 4 and 8, the less the fewer it accepts."""
+"""Steps a static batch saves, as a share of what it would save if all rows accepted equally.
+Measured in batches of 4 and 8: 0.4 to 1.0, lower when few tokens are accepted."""
 
 SPREAD = 0.2
-"""How far the steps that rows are expected to need may be wrong, relative to the most of them."""
+"""Relative uncertainty of the steps that rows are expected to need."""
 
 
 @dataclass
 class SteadySteps:
-    """The properties of a runner that decide how much is drafted, for drafting without a model."""
+    """Replaces a runner for drafting without a model: the properties that budgets depend on."""
 
     mode: str = ""
     sizes: tuple[int, ...] | None = None
@@ -51,13 +51,12 @@ class SteadySteps:
 class Budget:
     """Chooses the number of draft nodes of each row.
 
-    With "auto" it takes the size n of the greatest E[tokens(n)] / cost(n): the nodes' calibrated
-    probabilities say what to expect, and the cost is measured. No draft at all is one of the sizes.
-    Where a block is padded to its widest row, all rows may draft n nodes. Where it is flat, n nodes
-    are taken from all rows, the likeliest first.
+    "auto" takes the size n of the greatest E[tokens(n)] / cost(n), from the nodes' calibrated
+    probabilities and the measured cost; 0 is one of the sizes. If blocks are padded to the widest
+    row, all rows may draft n nodes. If they are flat, the n likeliest nodes of all rows are taken.
 
-    A static batch takes as long as its slowest row. There a row's tokens count the more, the
-    likelier the row is to end last; otherwise drafts of the other rows can make a batch slower.
+    A static batch takes as long as its slowest row. So a row's tokens count more, the likelier the
+    row is to end last; otherwise drafts of the other rows could make a batch slower.
     """
 
     def __init__(
@@ -70,16 +69,13 @@ class Budget:
         placement: str = "",
         num_new: int | None = None,
     ) -> None:
-        """Budget one call.
+        """Budget one call with at most `max_nodes` per row.
 
         Args:
             size: "auto", or the number of nodes that every step drafts if it can.
-            max_nodes: Most nodes per row.
-            costs: What is known of the model's costs.
-            rows: The texts of the call.
             runner: Runs the steps; its mode and its sizes may change from step to step.
-            placement: Whatever changes the cost of a forward beside rows, length and mode.
-            num_new: Most tokens of each text; None if other texts take the rows of those that end.
+            placement: Whatever else changes the cost of a forward, such as the device.
+            num_new: Most tokens of each text; None if other texts take over finished rows.
         """
         self._fixed = None if size == "auto" else int(size)
         together = max(1, MOST_TOGETHER // max(1, rows.num_rows))
@@ -93,12 +89,7 @@ class Budget:
         self._find_curve()
 
     def choose(self, tree: DraftTree) -> np.ndarray:
-        """Return how many first nodes of each row's tree are worth verifying, [rows].
-
-        Args:
-            tree: The draft, each row's nodes best first; `score` is the calibrated probability that
-                the path down to the node is accepted.
-        """
+        """Return how many nodes of each row's tree, best first, are worth verifying, [rows]."""
         counts: np.ndarray = np.diff(tree.row_offsets)
         if self._fixed is not None:
             return np.minimum(counts, self._fixed)
@@ -119,11 +110,7 @@ class Budget:
         return np.zeros_like(counts) if self._measures_plain(gain[:best].sum()) else taken
 
     def _measures_plain(self, gain: float) -> bool:
-        """Return whether the step drafts nothing, since all sizes are compared with the plain step.
-
-        Args:
-            gain: What the draft is expected to bring, in tokens of all rows.
-        """
+        """Return whether to measure a due plain step, since the draft gains few tokens, `gain`."""
         if self._is_first or not self._curve.is_due(self._plain):
             self._waited = 0
             return False
@@ -146,11 +133,9 @@ class Budget:
         return weights
 
     def _best_count(self, gain: np.ndarray, most: int) -> int:
-        """Return the number of nodes that brings most tokens per second.
+        """Return the number of nodes, up to `most`, that brings the most tokens per second.
 
-        Args:
-            gain: Tokens to be gained from each further node, [nodes].
-            most: Greatest number of nodes.
+        `gain` is the tokens expected from each further node, [nodes].
         """
         curve, plain, live = self._curve, self._plain, int(self._rows.live.sum())
         room, bar = (FIRST_SIZE * live, LIKELY) if self._is_flat else (FIRST_SIZE, LIKELY * live)
@@ -160,15 +145,10 @@ class Budget:
         known = SIZES if self._is_flat else curve.sizes
         nodes = np.array([*(n for n in known if n < most), most])
         tokens = live + np.concatenate([np.zeros(1), gain.cumsum()])[nodes]
-        return int(nodes[(tokens / curve.hopeful_seconds(plain + nodes)).argmax()])
+        return int(nodes[(tokens / curve.optimistic_seconds(plain + nodes)).argmax()])
 
     def observe(self, draft: DraftTree, step_seconds: float | None) -> None:
-        """Learn from a step.
-
-        Args:
-            draft: What was verified.
-            step_seconds: Time of the step without drafting; None if it did other work as well.
-        """
+        """Learn from a step and its time without drafting, None if it also did other work."""
         if not self._is_first and step_seconds is not None:
             nodes = draft.num_nodes if self._is_flat else draft.max_nodes
             self._curve.observe(self._plain + nodes, step_seconds)
@@ -177,7 +157,7 @@ class Budget:
         self._find_curve()
 
     def _find_curve(self) -> None:
-        """Find the curve for the present length of the texts, and of flat blocks for live rows."""
+        """Find the cost curve for the present lengths and, if blocks are flat, live rows."""
         rows = self._rows
         length = rows.prompt_columns + int(rows.num_emitted.max(initial=0))
         count = max(1, int(rows.live.sum())) if self._is_flat else rows.num_rows

@@ -1,4 +1,4 @@
-"""Acceptance rates of each class of a source's proposals, learned while decoding."""
+"""Acceptance rates of each class of proposals, learned while decoding."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.drafter import Drafter, class_path
 
 PRIOR_WEIGHT = 10.0
-"""Number of tests that a source's own estimate of an acceptance rate counts for."""
+"""Number of tests that a source's own estimate counts for."""
 
 MEMORY = 100.0
-"""Number of tests from which on a bucket forgets as much as it learns, and most tests of a bucket
-that later calls inherit."""
+"""Tests after which a bucket forgets as much as it learns, and most that later calls inherit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +26,10 @@ class LearnedRate:
 
     Attributes:
         source: The source's name.
-        sampled: Whether calls that sample learned it.
+        sampled: Whether it was learned in calls that sample.
         bucket: The class, as the source numbers them.
         rate: How often such proposals are accepted, the source's own estimate included.
-        tested: Number of tests, at most `MEMORY`; older ones count ever less.
+        tested: Number of tests, at most `MEMORY`; older ones count less.
     """
 
     source: str
@@ -44,9 +43,8 @@ class Calibration:
     """Acceptance rates of all (source, bucket) pairs during one call.
 
     Each rate has a Beta prior around the source's own estimate. The emitted text updates it, also
-    in steps that verified nothing: it tests the children of the last token and of right nodes.
-    `counts`, [2, buckets], are accepted and tested with forgetting; `gained` are those of this call
-    without.
+    in steps without a draft. `counts`, [2, buckets], are accepted and tested with forgetting;
+    `gained` counts this call alone, without forgetting.
     """
 
     def __init__(
@@ -65,7 +63,7 @@ class Calibration:
         self.rates = rates.astype(np.float32)
 
     def update(self, merged: DraftTree, verdict: Verdict) -> None:
-        """Learn from the verdict on a tree of `merge`, also about nodes that were not verified."""
+        """Learn from the verdict on a merged tree, including nodes that were not verified."""
         evidence = merged.evidence
         if evidence is None or not merged.num_nodes:
             return
@@ -87,11 +85,11 @@ class Calibration:
 
 
 class KeptRates:
-    """Learned rates of each source, kept between the calls of one model.
+    """Learned rates of each source between the calls of one model.
 
-    A call works on a copy and adds its own counts at its end. So calls in several threads neither
-    wait for each other nor lose counts. Greedy and sampled texts have different rates and are kept
-    apart. Beyond `capacity` sources, the least recently used one is dropped.
+    A call works on a copy and adds its counts at its end, so concurrent calls neither wait nor lose
+    counts. Greedy and sampled calls are kept apart. Beyond `capacity` sources, the least recently
+    used is dropped.
     """
 
     def __init__(self, capacity: int = 64) -> None:
@@ -100,7 +98,7 @@ class KeptRates:
         self._kept: OrderedDict[_Key, _Kept] = OrderedDict()
 
     def lease(self, sources: Sequence[Drafter], do_sample: bool) -> Calibration:
-        """Return a calibration for one call, starting from what earlier calls learned."""
+        """Return a calibration for one call, starting from earlier calls."""
         keys = list(_keys(sources, do_sample))
         with self._lock:
             found = [self._kept.get(key) for key in keys]
@@ -118,25 +116,23 @@ class KeptRates:
                 _, gained, prior = calibration.of_source(index)
                 kept = self._kept.pop(key, None)
                 total = gained if kept is None else kept[0] + gained
-                # The same rates from at most so many tests.
+                # The same rates from at most `MEMORY` tests.
                 total = total * np.minimum(1.0, MEMORY / np.maximum(total[1], 1.0))
                 self._kept[key] = total, prior
             while len(self._kept) > self._capacity:
                 self._kept.popitem(last=False)
 
     def table(self) -> list[LearnedRate]:
-        """Return all classes of proposals that were ever tested, the latest call's sources last."""
+        """Return all classes that were ever tested, the latest call's sources last."""
         with self._lock:
             kept = list(self._kept.items())
         return [row for key, (counts, prior) in kept for row in _learned(key, counts, prior)]
 
 
 class _Key(NamedTuple):
-    """The key of one source's rates."""
-
     do_sample: bool
     name: str
-    kept_as: str
+    kept_as: str  # tells sources of one name apart, by default their class
     num_buckets: int
 
 
@@ -152,7 +148,6 @@ def _keys(sources: Sequence[Drafter], do_sample: bool) -> list[_Key]:
 
 
 def _learned(key: _Key, counts: np.ndarray, prior: np.ndarray) -> list[LearnedRate]:
-    """Return the rows of one source."""
     accepted, tested = counts
     rates = (accepted + PRIOR_WEIGHT * prior) / (tested + PRIOR_WEIGHT)
     return [

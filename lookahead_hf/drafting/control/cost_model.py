@@ -1,4 +1,4 @@
-"""Costs of a step of the target by the number of draft nodes, measured while decoding."""
+"""Measured costs of a step of the target by its size."""
 
 from __future__ import annotations
 
@@ -11,37 +11,36 @@ from typing import Any, NamedTuple
 import numpy as np
 
 SIZES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Draft nodes per row whose costs are told apart, in blocks padded to their widest row."""
+"""Draft nodes per row whose costs are told apart in padded blocks."""
 
 FLAT_SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Tokens of all rows whose costs are told apart in flat blocks. In float32, four tokens take a
-fifth longer than three, and the next ones much less."""
+fifth longer than three, and the next ones add much less."""
 
 KEPT_SAMPLES = 9
 """Latest durations kept per size."""
 
 DUE_AFTER = 32
-"""Steps until a size measured once is due again; measured twice it waits twice as long, and so on
-up to `KEPT_SAMPLES` times."""
+"""Steps after which a size measured once is due again; this grows up to `KEPT_SAMPLES` times."""
 
 TRY_EVERY = 16
-"""Steps between those in which a size that is due may be tried."""
+"""Steps between two tries of sizes that are due."""
 
 SLOPE = 0.02
-"""Assumed cost of one more token in a step, relative to a plain step."""
+"""Assumed cost of one more token, relative to a plain step."""
 
 
 class CostCurve:
-    """Seconds of a step by its size, in one setting (rows, length of the texts).
+    """Seconds of a step by its size, in one setting of rows and text length.
 
-    The size is the number of draft nodes per row if blocks are padded to the widest row, and the
-    number of tokens of all rows if they are flat. The estimate of a size is a low quantile of its
-    latest durations, since disturbances only make steps longer, and no more than that of a larger
-    size. Sizes that were never measured follow the curve of a similar setting, or a line of slope
-    `SLOPE` per row, scaled to the measured sizes around them.
+    The size is the draft nodes per row if blocks are padded, and the tokens of all rows if they are
+    flat. The estimate is a low quantile of the latest durations, since disturbances only make steps
+    longer, and at most that of a larger size. Unmeasured sizes follow the curve of a similar
+    setting, or a line of slope `SLOPE` per row, scaled to the measured sizes around them.
 
     Attributes:
-        greatest_size: The greatest size that was measured, here or in the similar setting.
+        num_observed: Number of measured steps.
+        greatest_size: The greatest size measured, here or in the similar setting.
         is_kept: Whether an earlier process measured the setting.
     """
 
@@ -60,14 +59,13 @@ class CostCurve:
         self._samples: dict[int, deque[float]] = {}
         self._counts: dict[int, int] = {}
         self._due: dict[int, int] = {}
-        self._clock = 0
+        self.num_observed = 0
         self._factors: dict[int, float] = {}  # estimate of a measured size over the assumed cost
         known = np.array(self.sizes)
         self._assumed = 1.0 + SLOPE * num_rows * known if like is None else like.seconds(known)
         self.greatest_size: int = 0 if like is None else like.greatest_size
 
     def observe(self, size: int, seconds: float) -> None:
-        """Learn how long a step of a size took."""
         exact, size = size, self.size_for(size)
         if exact != size:  # what it would have taken with the size that it counts for
             of_exact, of_size = self.seconds(np.array([exact, size])).tolist()
@@ -79,22 +77,17 @@ class CostCurve:
                 samples.clear()
                 samples.append(known)
             samples.append(seconds)
-            self._clock += 1
+            self.num_observed += 1
             self._counts[size] = count = min(self._counts.get(size, 0) + 1, KEPT_SAMPLES)
-            self._due[size] = self._clock + DUE_AFTER * count
+            self._due[size] = self.num_observed + DUE_AFTER * count
             factor = _low_quantile(samples) / float(self._assumed[self.sizes.index(size)])
             # Readers take no lock: what they iterate over must not change.
             self._factors = dict(sorted({**self._factors, size: factor}.items()))
             self.greatest_size = max(self.greatest_size, size)
 
     def start_from(self, seconds: np.ndarray, greatest_size: int) -> None:
-        """Assume what an earlier process knew: seconds of all sizes, and the greatest measured."""
+        """Assume the seconds of all sizes, and the greatest measured, from an earlier process."""
         self._assumed, self.greatest_size, self.is_kept = seconds, greatest_size, True
-
-    @property
-    def num_observed(self) -> int:
-        """How many steps were measured."""
-        return self._clock
 
     def num_samples(self, size: int) -> int:
         """Return how often a size was measured, at most `KEPT_SAMPLES`."""
@@ -102,10 +95,9 @@ class CostCurve:
 
     def is_due(self, size: int) -> bool:
         """Return whether a size was never measured, or too long ago."""
-        return self._clock >= self._due.get(self.size_for(size), 0)
+        return self.num_observed >= self._due.get(self.size_for(size), 0)
 
     def seconds(self, sizes: np.ndarray) -> np.ndarray:
-        """Estimated seconds of steps of these sizes."""
         factors = self._factors
         estimates = self._assumed
         if factors:
@@ -117,20 +109,20 @@ class CostCurve:
         seconds: np.ndarray = np.interp(sizes, self.sizes, estimates)
         return seconds
 
-    def hopeful_seconds(self, sizes: np.ndarray) -> np.ndarray:
-        """Estimated seconds of steps of these sizes, of which the first is a plain step.
+    def optimistic_seconds(self, sizes: np.ndarray) -> np.ndarray:
+        """Estimate the seconds of steps of these sizes, the first a plain step.
 
-        Every `TRY_EVERY` steps, a size that is due is assumed to cost less than its estimate: the
-        geometric mean of that and of a plain step. So it is tried unless it seems far too dear.
+        Every `TRY_EVERY` steps, due sizes are assumed to cost the geometric mean of their estimate
+        and of a plain step. So they are tried unless they seem far too dear.
         """
         seconds = self.seconds(sizes)
-        if self._clock % TRY_EVERY != TRY_EVERY - 1:
+        if self.num_observed % TRY_EVERY != TRY_EVERY - 1:
             return seconds
         due = [self.is_due(size) for size in sizes.tolist()]
         return np.where(due, np.minimum(seconds, (seconds * seconds[0]) ** 0.5), seconds)
 
     def size_for(self, size: int) -> int:
-        """Return the smallest of `sizes` that is as large, the greatest if none is."""
+        """Return the smallest of `sizes` that is at least `size`, or the greatest."""
         return next((each for each in self.sizes if each >= size), self.sizes[-1])
 
 
@@ -142,9 +134,9 @@ class CostModel:
     """The cost curves of one model, shared by all its calls."""
 
     def __init__(self, capacity: int = 64, kept: Sequence[KeptCurve] = ()) -> None:
-        """Start from what `kept` returned in an earlier process, of at most `capacity` curves.
+        """Start from at most `capacity` curves that `kept` returned in an earlier process.
 
-        The first step that is measured in a setting scales the whole curve to what steps take now.
+        The first step that is measured in a setting scales its whole curve to the present speed.
         """
         self._capacity = capacity
         self._lock = threading.Lock()
@@ -154,22 +146,17 @@ class CostModel:
 
     @property
     def num_observed(self) -> int:
-        """How many steps were measured in this process, in the settings that are known."""
         with self._lock:
             return sum(curve.num_observed for curve in self._curves.values())
 
     def kept(self) -> list[KeptCurve]:
-        """Return what is known for a later process; curves of which nothing is known are left out.
-
-        The setting that was asked for last comes last.
-        """
+        """Return what is known for a later process, the setting used last at the end."""
         with self._lock:
-            known = [each for each in self._curves.items() if each[1].greatest_size]
+            known = list(self._curves.items())
         return [
-            KeptCurve(
-                key, tuple(curve.seconds(np.array(curve.sizes)).tolist()), curve.greatest_size
-            )
+            KeptCurve(key, tuple(curve.seconds(np.array(curve.sizes)).tolist()), greatest)
             for key, curve in known
+            if (greatest := curve.greatest_size)
         ]
 
     def curve(
@@ -187,12 +174,10 @@ class CostModel:
         do rows in flat blocks, where a token costs much the same beside any number of rows.
 
         Args:
-            num_rows: Rows of the block.
-            context_length: Tokens of the longest row.
             placement: Whatever else changes the cost of a forward: device, dtype.
             mode: How the runner runs its steps, which may change from step to step.
             sizes: The node counts that drafts are padded to, from 0 on; None if they are not.
-            is_flat: Whether blocks are flat, and the curve counts the tokens of all rows together.
+            is_flat: Whether blocks are flat, and the curve counts the tokens of all rows.
         """
         length = max(context_length, 1).bit_length()
         rows = (num_rows - 1).bit_length() if is_flat else num_rows
@@ -209,7 +194,7 @@ class CostModel:
 
 
 class _Setting(NamedTuple):
-    """The setting of a curve: rows and length are classes, as in `CostModel.curve`."""
+    """The setting of a curve; rows and length are classes, as in `CostModel.curve`."""
 
     placement: str
     is_flat: bool
@@ -219,45 +204,37 @@ class _Setting(NamedTuple):
     sizes: tuple[int, ...] | None
 
     def is_like(self, other: _Setting) -> bool:
-        """Return whether the curve of the other setting tells something about this one."""
+        """Return whether the other setting's curve is a start for this one."""
         is_same = self[:2] == other[:2]
         return is_same and (self.is_flat or self.rows == other.rows)
 
     def distance(self, other: _Setting) -> tuple[bool, int, int]:
-        """Return how unlike the other setting is."""
         rows, length = abs(self.rows - other.rows), abs(self.length - other.length)
         return self.mode != other.mode, rows, length
 
 
 class KeptCurve(NamedTuple):
-    """A curve as JSON values: its setting, the seconds of its sizes, and the greatest measured."""
+    """A curve for another process: its setting, the seconds of its sizes, and the greatest
+    measured."""
 
     setting: _Setting
     seconds: tuple[float, ...]
     greatest_size: int
 
-    def to_json(self) -> list[Any]:
-        """Return the curve as JSON values."""
-        return [list(self.setting), list(self.seconds), self.greatest_size]
-
     @classmethod
     def from_json(cls, values: Any) -> KeptCurve:
-        """Return the curve that `to_json` has turned into values.
-
-        Raises:
-            ValueError: The values are no curve; TypeError likewise.
-        """
+        """Read a curve that was written as JSON; ValueError or TypeError if it is none."""
         (placement, is_flat, rows, mode, length, sizes), seconds, greatest = values
         sizes = None if sizes is None else tuple(map(int, sizes))
         setting = _Setting(str(placement), bool(is_flat), int(rows), str(mode), int(length), sizes)
         kept = cls(setting, tuple(map(float, seconds)), int(greatest))
-        is_whole = len(kept.seconds) == len(CostCurve(None, 1, sizes, setting.is_flat).sizes)
+        is_whole = len(kept.seconds) == len(kept.curve().sizes)
         if not is_whole or not all(math.isfinite(each) and each > 0 for each in kept.seconds):
             raise ValueError("this is no curve")
         return kept
 
     def curve(self) -> CostCurve:
-        """Return a curve that knows these seconds and has measured nothing."""
+        """Return an unmeasured curve of these seconds."""
         curve = CostCurve(None, 1, self.setting.sizes, self.setting.is_flat)
         curve.start_from(np.array(self.seconds), self.greatest_size)
         return curve

@@ -1,4 +1,4 @@
-"""Back-off of sources: one that takes more time than it saves is paused, and the others go on."""
+"""Pauses sources that take more time than they save."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections.abc import Sequence
 import numpy as np
 
 KEPT = 0.98
-"""What is left of a source's loss after a step: what costs less than 3 % of one never rests."""
+"""Share of a source's loss that a step leaves; what costs less than 3 % of a step never rests."""
 
 DEBT, CREDIT = 1.5, 4.0
-"""Steps' worth of time that a source may lose before it rests, and that it can save up for that."""
+"""Loss, in steps' time, at which a source is paused; gain that it can save up."""
 
 PRICE = 0.004
-"""Part of the time that a resting source may take by being tried again."""
+"""Share of the time that retries of a paused source may take."""
 
 
 class SourceBackoff:
     """Decides for every step which sources are `asked`.
 
-    A source is worth asking where its share of the tokens is no smaller than its share of the time.
-    Only accepted tokens that no other source proposed count for it. A source that loses too much is
-    paused. The pause grows with its cost and with each failed retry. One source at a time begins to
-    rest, since that changes what the others gain.
+    A source is worth asking while its share of the tokens is at least its share of the time. Only
+    accepted tokens that no other source proposed count for it. A source that loses too much is
+    paused. The pause grows with its cost and with each failed retry. Sources are paused one at a
+    time, since a pause changes what the others gain.
     """
 
     def __init__(self, num_sources: int, may_rest: bool) -> None:
-        """Ask every source at first; if none may rest, ask all of them in every step."""
+        """Ask every source at first, and always unless they `may_rest`."""
         self._may_rest = may_rest
         self._lost = [0.0] * num_sources  # in steps' worth of time
         self._left = [0] * num_sources  # steps to rest
@@ -36,27 +36,25 @@ class SourceBackoff:
 
     @property
     def next_asked(self) -> list[bool]:
-        """Sources that would be asked in the next step; none if this one asks none on purpose."""
+        """Sources that the next step would ask; none if this one skips all on purpose."""
         return [left == 0 and not self._skips for left in self._left]
 
     def begin_step(self) -> bool:
-        """Decide which sources are asked in the step that begins; return whether any is."""
+        """Decide which sources the new step asks; return whether any is."""
         self._skips = False
         self.asked = self.next_asked
         self._left = [max(0, left - 1) for left in self._left]
         return any(self.asked)
 
     def skip_step(self) -> None:
-        """Ask no source in the step that begins."""
         self.asked, self._skips = [False] * len(self._left), True
 
     def observe(
         self, seconds: Sequence[float], alone: Sequence[int], num_tokens: int, step_seconds: float
     ) -> None:
-        """Learn from a step, which took `step_seconds` without drafting.
+        """Learn from a step that took `step_seconds` without drafting.
 
-        `seconds` is the time of each source, `alone` counts the accepted tokens that it alone
-        proposed.
+        `seconds` is the time of each source, `alone` the accepted tokens that only it proposed.
         """
         if not (self._may_rest and num_tokens and step_seconds and any(self.asked)):
             return

@@ -1,4 +1,4 @@
-"""Compiled growth of recycling trees."""
+"""Compiled growth and learning of recycling."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -93,7 +93,7 @@ def bucket_of(rank, prob):
 
 @jit
 def _recall(keys, before, last):
-    """Entry of the last two tokens or else of the last one, and where its buckets begin."""
+    """Return the entry of the last two tokens or else of the last one, and its first bucket."""
     entry = find(keys, before, last)
     if entry >= 0:
         return entry, 0
@@ -104,7 +104,7 @@ def _recall(keys, before, last):
 def _add_remembered(
     entry, base, parent, depth, above, tokens, probs, rates, candidates, reach, count
 ):
-    """Append the tokens of a memory entry as candidates below `parent`; returns the new count."""
+    """Append the tokens of a memory entry as candidates below `parent`; return the new count."""
     if entry < 0:
         return count
     for rank in range(tokens.shape[1]):
@@ -123,7 +123,7 @@ def _add_remembered(
 
 @jit
 def _add_next(next_tokens, next_probs, rates, candidates, reach, count):
-    """Add the last logits' other candidates at the root; returns the new count."""
+    """Add the last logits' other candidates at the root; return the new count."""
     remembered = count
     for rank in range(len(next_tokens)):
         if next_tokens[rank] < 0:
@@ -186,25 +186,20 @@ def verified_contexts(
 ):
     """Return the last two tokens at verified nodes of the live rows, and where their logits are.
 
-    The last token of a row counts as a node. The accepted path comes last, so that emitted tokens
-    overwrite those that were only considered, and its end is the end of the row's part. Other nodes
-    are left out if the memory has their last two tokens: what it has is as good, and on a CPU the
-    search of their logits is most of what drafting for many rows takes.
+    The last token of a row counts as a node. The accepted path comes last and its end very last, so
+    that emitted tokens overwrite those only considered. Other nodes are left out if the memory has
+    their pair: its entry is as good, and searching logits is most of the drafting time of many rows
+    on a CPU.
 
     Args:
         keys: Of the memory, [places, ways] int64.
         last_two: Last two tokens of each row before the step, -1: none, [rows, 2] int64.
-        row_offsets, token_ids, parents: Of the draft.
-        path_offsets, path: Of the verdict.
         live: Rows whose text went on, [rows] bool.
-        below_rejected: Whether nodes count whose parents were rejected.
+        below_rejected: Whether nodes with rejected parents count.
 
     Returns:
-        before: Token before the last one, -1 where there is none, [nodes] int64.
-        last: Last token, [nodes] int64.
-        row: Row of each node, [nodes] int64.
-        place: Index of each node in the row's logits, [nodes] int64.
-        ends: Last node of each live row, [live rows] int64.
+        The tokens `before` (-1: none) and `last`, and the `row` and `place` of their logits,
+            [nodes] each; the last node of each live row, [live rows]. All are int64.
     """
     most = len(token_ids) + len(live)
     before, last = np.empty(most, np.int64), np.empty(most, np.int64)
@@ -216,34 +211,26 @@ def verified_contexts(
         if not live[row]:
             continue
         first, num_nodes = row_offsets[row], row_offsets[row + 1] - row_offsets[row]
-        accepted = path[path_offsets[row] : path_offsets[row + 1]]
-        start = count
         is_accepted[: num_nodes + 1] = False
         is_accepted[0] = True
-        for node in accepted:
+        end = -1
+        for node in path[path_offsets[row] : path_offsets[row + 1]]:
             is_accepted[1 + node] = True
-        for node in range(num_nodes):
-            counts = below_rejected or is_accepted[1 + parents[first + node]]
-            if counts and not is_accepted[1 + node]:
-                place[count] = 1 + node
-                count += 1
-        place[count] = 0
-        count += 1
-        for node in accepted:
-            place[count] = 1 + node
-            count += 1
-        end, count = count - 1, start
-        for at in range(start, end + 1):
-            node = place[at] - 1
-            parent = parents[first + node] if node >= 0 else -1
-            if node < 0:
-                before[count], last[count] = last_two[row, 0], last_two[row, 1]
-            else:
-                before[count] = token_ids[first + parent] if parent >= 0 else last_two[row, 1]
-                last[count] = token_ids[first + node]
-            if at == end or find(keys, before[count], last[count]) < 0:
-                of_row[count], place[count] = row, place[at]
-                count += 1
+            end = node
+        for is_path in (False, True):
+            for node in range(-1, num_nodes):
+                parent = parents[first + node] if node >= 0 else -1
+                counts = below_rejected or is_accepted[1 + parent]
+                if is_accepted[1 + node] != is_path or not counts:
+                    continue
+                if node < 0:
+                    before[count], last[count] = last_two[row, 0], last_two[row, 1]
+                else:
+                    before[count] = token_ids[first + parent] if parent >= 0 else last_two[row, 1]
+                    last[count] = token_ids[first + node]
+                if node == end or find(keys, before[count], last[count]) < 0:
+                    of_row[count], place[count] = row, 1 + node
+                    count += 1
         ends[num_ends] = count - 1
         num_ends += 1
     return before[:count], last[:count], of_row[:count], place[:count], ends[:num_ends]
@@ -251,15 +238,12 @@ def verified_contexts(
 
 @jit
 def note_rejected(rows, emitted, tokens, probs, next_tokens, next_probs):
-    """Keep, for each row, the other tokens that the target considered in place of the last one.
+    """Note the tokens that the target considered besides those it emitted.
 
     Args:
-        rows: Rows to note tokens for, [noted] int64.
-        emitted: Their last tokens, [noted] int64.
-        tokens: Best tokens there, likeliest first, -1: none, [noted, any] int32.
-        probs: Their probabilities, [noted, any] float32.
-        next_tokens: The tokens of all rows, [rows, most] int32, written here.
-        next_probs: Their probabilities, [rows, most] float32, written here.
+        rows, emitted: Rows and their last tokens, [noted] int64.
+        tokens, probs: Best tokens there, best first, -1: none, and probabilities, [noted, any].
+        next_tokens, next_probs: Those of all rows, [rows, most], written here.
     """
     for noted in range(len(rows)):
         row, count = rows[noted], 0

@@ -1,10 +1,9 @@
-"""Drafts from a Jacobi window: the target writes n-grams ahead of its text and uses them later.
+"""Drafts from a Jacobi window, in which the target writes n-grams ahead of its text.
 
-Lookahead decoding (Fu et al., arXiv:2402.02057) keeps a window of guessed tokens ahead of the text.
-In every step the target continues these guesses. That makes n-grams, which often turn up when the
-text gets there. Here the window is part of an ordinary draft tree: its first level is a chain, and
-the target's continuation of each token is a branch below that token. So it needs no mask of its
-own, and it is verified like any draft, with processors and sampling.
+Lookahead decoding (Fu et al., arXiv:2402.02057) keeps a window of guessed tokens, which the target
+continues in every step. The resulting n-grams often turn up when the text gets there. Here the
+window is part of an ordinary draft tree: its first level is a chain, and the continuation of each
+token a branch below it. So it needs no mask of its own, and is verified like any draft.
 """
 
 from __future__ import annotations
@@ -25,17 +24,13 @@ DEPTH_CLASSES = 4
 
 NEWEST_NGRAM, OLDER_NGRAM, WINDOW = range(3)
 _PRIOR = [0.35, 0.15, 0.08]
-"""Kinds of proposals and how often they are accepted before anything was learned."""
+"""Kinds of proposals, and their acceptance rates before anything was learned."""
 
 
 class WindowNgrams:
-    """The newest n-grams of a row by their first token, each n-gram once.
-
-    A full list drops the n-gram that was seen least recently.
-    """
+    """The newest n-grams of a row by their first token, each once."""
 
     def __init__(self, num_kept: int) -> None:
-        """Keep at most `num_kept` n-grams per first token."""
         self._num_kept = num_kept
         self._ngrams: dict[int, list[tuple[int, ...]]] = {}
 
@@ -77,12 +72,9 @@ class _RowWindow:
             self.pool.add(tokens[start : start + self._ngram_size])
 
     def advance(self, context: np.ndarray, num_new: int, written: np.ndarray) -> None:
-        """Move the window behind the text, and collect the n-grams of both.
+        """Move the window past the `num_new` new tokens of the context, and collect n-grams.
 
-        Args:
-            context: The text so far, [tokens].
-            num_new: Number of new tokens in it.
-            written: Token that the target wrote after each column, -1 without one, [columns].
+        `written`, [columns], is what the target wrote after each column, -1 for nothing.
         """
         num_columns = len(written)
         was_asked = written >= 0
@@ -99,7 +91,7 @@ class _RowWindow:
         self._collect(context, num_new)
 
     def _pieces(self, context: np.ndarray, count: int) -> np.ndarray:
-        """Return pieces of the text from anywhere, one per column, [levels, count]."""
+        """Return random pieces of the text, one per column, [levels, count]."""
         size = self._ngram_size - 1
         if len(context) < size:
             context = np.resize(context, size)
@@ -115,7 +107,7 @@ class _WindowDraft(RowDraft):
         return self.child(parent, token, kind * DEPTH_CLASSES + depth - 1)
 
     def add_ngrams(self, ngrams: Sequence[Sequence[int]], max_nodes: int) -> None:
-        """Add the n-grams of a pool after the last token, as long as they fit."""
+        """Add n-grams after the last token, as long as they fit."""
         for rank, ngram in enumerate(ngrams):
             if len(self.tokens) + len(ngram) > max_nodes:
                 return
@@ -135,24 +127,21 @@ class _WindowDraft(RowDraft):
 class LookaheadDrafter(BuiltInDrafter):
     """Writes n-grams ahead of the text by Jacobi iteration, in a window of every row's draft.
 
-    A draft has up to `(ngram_size - 1) * (window + num_ngrams)` nodes per row. The window advances
-    only in columns that are verified to their end, so a smaller budget starves it. Use this source
-    alone and with a fixed budget.
+    A draft has up to `(ngram_size - 1) * (window + num_ngrams)` nodes per row. Only columns that
+    are verified to their end advance, so a smaller budget starves the window. Use this source alone
+    and with a fixed budget.
     """
 
     name: ClassVar[str] = "lookahead"
     num_buckets = len(_PRIOR) * DEPTH_CLASSES
 
     def __init__(self, *, window: int = 7, ngram_size: int = 5, num_ngrams: int = 7) -> None:
-        """Validate the options.
+        """Validate the options; ValueError if one is out of its range.
 
         Args:
             window: Columns of the window, W in the paper.
             ngram_size: Tokens of an n-gram, its first one included; N.
             num_ngrams: N-grams to keep, and to propose, for each first token; G.
-
-        Raises:
-            ValueError: An option is out of its range.
         """
         for option, value, least in (
             ("window", window, 1),
@@ -201,7 +190,7 @@ class LookaheadDrafter(BuiltInDrafter):
 
 
 def _last_level(draft: DraftTree, row: int, levels: list[list[int]]) -> list[int]:
-    """Return where the row's logits have each column's last node, 0 if it was not verified."""
+    """Return the place of each column's last node in the row's logits, 0 if it was not verified."""
     places = []
     stem: int | None = ROOT
     for first, *others in zip(*levels, strict=True):

@@ -22,20 +22,21 @@ if TYPE_CHECKING:
 
     from lookahead_hf.rows import Rows
 
-# Measured on texts of a 135M model, on source code and on prose: the acceptance rate of the only
-# known continuation per class of match lengths; the factor of its misses if it was seen once, twice
-# or more often; and the factor of the rate if it is one of several continuations, per quarter.
+# Measured on texts of a 135M model, on source code and on prose.
 ONLY_CONTINUATION = (0.28, 0.40, 0.52, 0.60, 0.63, 0.71, 0.72, 0.76, 0.82, 0.92, 0.97)
+"""Acceptance rate by match-length class when there is one known continuation."""
 MISSES_LEFT = (1.0, 0.65, 0.5)
+"""Scales the miss rate if a continuation was seen once, twice or more often."""
 SHARES_LEFT = (0.08, 0.22, 0.45, 1.0)
+"""Scales the acceptance rate by the continuation's share of the matches, in quarters."""
 
 
 class NgramDrafter(BuiltInDrafter):
     """Grows one tree per row from an index of the row's text and of its encoder's text, if any.
 
-    With `keep` the index of a text outlives the call, for texts that several calls write one after
-    the other, such as a conversation. A call of one row then adds to the index what its prompt adds
-    to the text before. If the prompt differs from some token on, the earlier text stays known.
+    With `keep` the index outlives the call, for texts that several calls continue, such as a
+    conversation. A call of one row then adds what is new in its prompt. If the prompt differs from
+    some token on, the earlier text stays known.
 
     Attributes:
         limits: The shortest and the longest match length that are told apart.
@@ -56,7 +57,7 @@ class NgramDrafter(BuiltInDrafter):
             keep: Whether the index of a single row outlives a call of this object.
 
         Raises:
-            ValueError: An option is of the wrong type, or not `1 <= min_ngram <= max_ngram <= 32`.
+            ValueError: An option has the wrong type, or not `1 <= min_ngram <= max_ngram <= 32`.
         """
         check_limits(min_ngram, max_ngram)
         if not isinstance(keep, bool):
@@ -72,7 +73,7 @@ class NgramDrafter(BuiltInDrafter):
 
     def begin(self, rows: Rows) -> None:
         if rows.num_rows == 1 and self._indexes is not None:
-            self._indexes.extend(*flat([self._beyond_known(rows.context(0))]))
+            self._indexes.extend(*flat([self._new_tokens(rows.context(0))]))
         else:
             self._indexes = SuffixIndexes(rows.num_rows, *self.limits)
             self._index(rows, range(rows.num_rows))
@@ -96,8 +97,8 @@ class NgramDrafter(BuiltInDrafter):
             texts[row] = rows.context(row)
         self._indexes.extend(*flat(texts))
 
-    def _beyond_known(self, context: np.ndarray) -> np.ndarray:  # [tokens] both
-        """Return what a kept index lacks of the context, behind a border if another text begins."""
+    def _new_tokens(self, context: np.ndarray) -> np.ndarray:  # [tokens] both
+        """Return what a kept index lacks of the context, after a border if another text begins."""
         shorter = min(len(self._known), len(context))
         differs = np.flatnonzero(self._known[:shorter] != context[:shorter])
         num_same = int(differs[0]) if len(differs) else shorter
@@ -124,7 +125,7 @@ class NgramDrafter(BuiltInDrafter):
 
 
 def flat(texts: Sequence[Sequence[int] | np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Lay texts out one after the other: where each begins, [texts + 1], and all their tokens."""
+    """Concatenate texts: the offset of each, [texts + 1], and all their tokens."""
     return np.array([0, *accumulate(map(len, texts))]), np.concatenate(texts)
 
 

@@ -2,8 +2,7 @@
 
 In replays with 64 nodes on texts of a 135M model, a pool of 3 million tokens of source code raised
 the tokens per step of n-grams and recycling from 2.84 to 3.07, although the texts were chat, and to
-26 or more for repeated requests. Unlike a plain pool of n-grams, this one has acceptance rates of
-its own: calibration learns how much to trust it.
+26 or more for repeated requests. Acceptance rates of its own tell how much to trust the pool.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import json
 import os
 import threading
 import warnings
-from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -24,25 +22,21 @@ import numpy as np
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting.drafter import BuiltInDrafter
 from lookahead_hf.drafting.sources.ngram import rates_of
-from lookahead_hf.ngram_pool import Continuations, NgramPool
+from lookahead_hf.ngram_pool import NgramPool
 from lookahead_hf.ngram_pool.matches import LONGEST_MATCH, NUM_BUCKETS, check_limits
 
 if TYPE_CHECKING:
     from lookahead_hf.rows import Rows
 
 ONLY_CONTINUATION = (0.08, 0.10, 0.20, 0.33, 0.35, 0.42, 0.48, 0.52, 0.65, 0.80, 0.85)
-"""Acceptance rate of the only known continuation per class of match lengths, as `ngram` has them.
-
-Measured for source code drafted from other source code, and for chat drafted from source code. All
-of them are below the rates of the request's own text.
-"""
+"""Acceptance rate of the only known continuation by match-length class, as in `ngram`. Measured on
+source code drafted from other source code and on chat drafted from source code."""
 
 CONTEXT = 8
-"""Prompt tokens that are learned before a generated text, so that its beginning is found."""
+"""Prompt tokens learned before a generated text, so that its beginning is found."""
 
 LEAST_SHARE = 0.9
-"""Least expected ratio of two sizes of one vocabulary. Models pad it to a multiple of 64 or for
-future tokens, but seldom by more."""
+"""Least expected ratio of two sizes of one vocabulary: models pad it, but seldom by more."""
 
 
 class PoolDrafter(BuiltInDrafter):
@@ -66,17 +60,16 @@ class PoolDrafter(BuiltInDrafter):
 
         Args:
             pool: The pool to draft from.
-            learn: Whether the texts that the rows generate are added to the pool when the call
-                ends, each after the last tokens of its prompt. Without it nothing of one request
-                reaches another.
+            learn: Whether the generated texts are added to the pool when the call ends, each after
+                the last tokens of its prompt. Without it nothing of one request reaches another.
             vocab_size: Token ids of the target.
             tokenizer: The target's tokenizer or processor, if the caller passed it.
             min_ngram: Shortest match that is drafted from.
             max_ngram: Longest match that is told from shorter ones.
 
         Raises:
-            ValueError: An option is of the wrong type or out of its range, or the pool has token
-                ids that the target does not have or was built with another tokenizer.
+            ValueError: An option has a wrong type or range, or the pool belongs to another
+                tokenizer.
         """
         if not isinstance(pool, NgramPool):
             raise ValueError(f"pool must be an NgramPool (`open_pool` opens a file), not {pool!r}")
@@ -92,14 +85,22 @@ class PoolDrafter(BuiltInDrafter):
         return rates_of(ONLY_CONTINUATION)
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
-        def grown(row: int) -> Continuations:
-            return self._pool.grow(rows.context(row), self.rates, max_nodes, **self._limits)
+        most = np.where(rows.live, max_nodes, 0).tolist()
+        grown = [
+            self._pool.grow(rows.context(row), self.rates, size, **self._limits)
+            for row, size in enumerate(most)
+        ]
 
-        finished = enumerate(rows.finished.tolist())
-        return _tree_of([None if has_ended else grown(row) for row, has_ended in finished])
+        def flat(name: str, dtype: type[np.generic]) -> np.ndarray:
+            return np.concatenate([getattr(tree, name) for tree in grown], dtype=dtype)
+
+        offsets = np.array([0, *accumulate(len(tree.score) for tree in grown)])
+        ids, score = flat("token_ids", np.int64), flat("score", np.float32)
+        tree = DraftTree(offsets, ids, flat("parents", np.int32), flat("depth", np.int32), score)
+        return tree.with_buckets(flat("bucket", np.int32))
 
     def begin_row(self, rows: Rows, row: int) -> None:
-        """Nothing is kept of single rows."""
+        """Do nothing: no state is kept of single rows."""
 
     def end_row(self, rows: Rows, row: int) -> None:
         if self._learn and rows.num_text[row]:
@@ -112,32 +113,11 @@ class PoolDrafter(BuiltInDrafter):
             self.end_row(rows, row)
 
 
-def _tree_of(grown: Sequence[Continuations | None]) -> DraftTree:
-    """Join the trees of all rows, None for rows without, in one draft; buckets become evidence."""
-    parts = [tree for tree in grown if tree is not None]
-    if not parts:
-        return DraftTree.empty(len(grown))
-
-    def flat(name: str, dtype: type[np.generic]) -> np.ndarray:
-        return np.concatenate([getattr(part, name) for part in parts], dtype=dtype)
-
-    tree = DraftTree(
-        np.array([0, *accumulate(0 if tree is None else len(tree.score) for tree in grown)]),
-        flat("token_ids", np.int64),
-        flat("parents", np.int32),
-        flat("depth", np.int32),
-        flat("score", np.float32),
-    )
-    return tree.with_buckets(flat("bucket", np.int32))
-
-
 def open_pool(pool: NgramPool | str | os.PathLike[str]) -> NgramPool:
     """Return the pool itself, or the pool of a file, which is opened again only after a change.
 
-    Texts that are added to a pool from a file stay in this process.
-
-    Raises:
-        ValueError: The file is missing, cannot be read, is not a pool, or is damaged.
+    Texts that are added to a pool from a file stay in this process. ValueError if the file is
+    missing, unreadable, damaged or no pool.
     """
     if isinstance(pool, NgramPool):
         return pool
@@ -163,11 +143,7 @@ def _opened(path: str, *state: int) -> NgramPool:
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """Identify a tokenizer by a hash of its vocabulary, in hexadecimal.
-
-    Args:
-        tokenizer: Anything with `get_vocab()`, a dict of tokens and ids.
-    """
+    """Identify a tokenizer, anything with `get_vocab()`, by a hash of its vocabulary."""
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
     return hashlib.sha256(vocabulary.encode()).hexdigest()[:32]
 

@@ -1,4 +1,4 @@
-"""Drafts from the caller's guess of the whole answer, and finds its place again after edits."""
+"""Drafts from the caller's prediction of the whole answer."""
 
 from __future__ import annotations
 
@@ -25,22 +25,14 @@ MIN_SCORE = 1e-3
 
 
 class PredictionDrafter(BuiltInDrafter):
-    """Proposes what the caller predicted.
-
-    While the prediction is right that is one chain; after an edit it is one chain from each place
-    where the text may have come back to the prediction.
-    """
+    """Proposes what the caller predicted: after an edit, from each place where the text may have
+    returned."""
 
     name: ClassVar[str] = "prediction"
     num_buckets = NUM_BUCKETS
 
     def __init__(self, predictions: Sequence[np.ndarray]) -> None:
-        """Take the predictions.
-
-        Args:
-            predictions: Token ids of the answers, [length] each: one per row, or per prompt where
-                every prompt has several rows, one after another.
-        """
+        """Take the ids of the answers, [length] each: one per row, or one per prompt's rows."""
         self._predictions = [np.asarray(prediction, np.int64) for prediction in predictions]
         self._alignments: list[Alignment] = []
         self.rates = self.prior()
@@ -64,10 +56,9 @@ class PredictionDrafter(BuiltInDrafter):
         return DraftTree.from_drafts(drafts)
 
     def chains(self, rows: Rows, row: int, max_nodes: int) -> list[tuple[np.ndarray, ...]]:
-        """Follow the text of a row and return what may come next, the likeliest first.
+        """Follow the text of a row and return what may come next, likeliest first.
 
-        Returns:
-            A chain from each place where the text may be: tokens, buckets and scores, [nodes] each.
+        Each place where the text may be gives a chain: tokens, buckets and scores, [nodes] each.
         """
         alignment, rates = self._alignments[row], self.rates.reshape(NUM_ORIGINS, NUM_RIGHT)
         alignment.follow(rows.emitted(row), rates)

@@ -1,4 +1,4 @@
-"""Aligns a text with the caller's guess of it, also after edits, and learns renamings."""
+"""Aligns a text with the caller's prediction of it, also after edits, and learns renamings."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ NUM_RIGHT = len(RIGHT_LENGTHS)
 NUM_BUCKETS = NUM_ORIGINS * NUM_RIGHT
 
 NEAR = (-8, 64)
-"""Tokens before and after the place where the text left the prediction."""
+"""Tokens around the place where the text left the prediction that count as near it."""
 
 TRUSTED = 8
 """Consecutive right tokens after which no other place is searched."""
 
 MAX_PLACES = 4
 MAX_MATCH = 16
-"""Number of the text's last tokens that are compared to find the place again."""
+"""The text's last tokens that are compared to find the place again."""
 
 MAX_GUESSES = 4
-"""Number of tokens after leaving the prediction for which the place is guessed."""
+"""Tokens after leaving the prediction for which the place is guessed."""
 
 SURE = 2
 """Consecutive right tokens after which the text counts as back in the prediction."""
@@ -46,7 +46,7 @@ _RIGHT_CLASS = np.searchsorted(RIGHT_LENGTHS, np.arange(RIGHT_LENGTHS[-1] + 1), 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A place in the prediction where the text may be: `pointer` is its next token."""
+    """A place in the prediction where the text may be; `pointer` is its next token."""
 
     pointer: int
     origin: int
@@ -54,11 +54,7 @@ class Place:
 
 
 class Alignment:
-    """Aligns one row with its prediction.
-
-    Attributes:
-        places: Places where the text may be, the likeliest first.
-    """
+    """Aligns one row with its prediction; `places`, likeliest first, are where the text may be."""
 
     def __init__(self, prediction: np.ndarray) -> None:  # [length]
         self._prediction = prediction
@@ -70,9 +66,9 @@ class Alignment:
         self.places = [Place(0, HEAD)]
 
     def follow(self, text: np.ndarray, rates: np.ndarray) -> None:
-        """Move on to the end of `text`, all that the row has emitted so far.
+        """Move on to the end of `text`, all that the row has emitted.
 
-        `rates` [origins, classes of right tokens] order the places.
+        `rates`, [origins, classes of right tokens], order the places.
         """
         while self._num_followed < len(text):
             # A text that others drafted may leave the prediction and come back several times.
@@ -83,7 +79,7 @@ class Alignment:
             self._move(text[: self._num_followed], num_new, rates)
 
     def _move(self, text: np.ndarray, num_new: int, rates: np.ndarray) -> None:
-        """Move on by the last `num_new` tokens of `text`; only the last may not be predicted."""
+        """Move on by the last `num_new` tokens of `text`; only the last may be unpredicted."""
         new = text[len(text) - num_new :]
         alive = self._alive(new)
         if not alive:
@@ -105,7 +101,7 @@ class Alignment:
         self.places = places[:MAX_PLACES]
 
     def _alive(self, new: np.ndarray) -> list[Place]:
-        """Return the places that predicted all of the new tokens, moved behind them."""
+        """Return the places that predicted all of the new tokens, moved past them."""
         return [
             Place(place.pointer + len(new), place.origin, place.right + len(new))
             for place in self.places
@@ -113,7 +109,7 @@ class Alignment:
         ]
 
     def _num_right(self, pointer: int, new: np.ndarray) -> int:
-        """Count tokens of `new` that are predicted at `pointer`, up to the first that is not."""
+        """Count the tokens of `new` that the prediction has at `pointer`, up to a wrong one."""
         expected = self._prediction[pointer : pointer + len(new)]
         wrong = np.flatnonzero(expected != new[: len(expected)])
         return int(wrong[0]) if len(wrong) else len(expected)
@@ -130,10 +126,10 @@ class Alignment:
         return None
 
     def _is_renaming(self, place: Place, text: np.ndarray) -> bool:
-        """Learn what replaced a part of the prediction, once the text is surely back at `place`.
+        """Learn what replaced a part of the prediction, once the text is back at `place`.
 
-        A part that the same tokens replaced twice is taken for a name, and replaced in the rest of
-        the prediction. `text` ends at the place.
+        A part that the same tokens replaced twice is taken for a name and replaced in the whole
+        rest.
         """
         if self._gap is None or place.right < SURE:
             return False
@@ -158,13 +154,13 @@ class Alignment:
         return -float(rate), abs(place.pointer - self._left_at)
 
     def _guesses(self) -> list[Place]:
-        """Return places if the text inserted tokens into the prediction or replaced the next."""
+        """Return the places if the text inserted tokens or replaced the next token."""
         if not 0 < self._since <= MAX_GUESSES:
             return []
         return [Place(self._left_at, INSERTED), Place(self._left_at + 1, REPLACED)]
 
     def _found(self, text: np.ndarray) -> list[Place]:
-        """Return places after matches of the text's last tokens, long and near ones first."""
+        """Return the places after matches of the text's last tokens, long and near ones first."""
         pointers, match_len = self._matches(text)
         ahead = pointers - self._left_at
         far = (ahead < NEAR[0]) | (ahead > NEAR[1])
@@ -177,7 +173,7 @@ class Alignment:
         return [Place(pointer, origin) for pointer, origin in chosen]
 
     def _matches(self, text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return places after the text's last token, and how many last tokens match before each."""
+        """Return the places after the text's last token, and the match length before each."""
         pointers = np.flatnonzero(self._prediction[:-1] == text[-1]) + 1
         match_len = np.ones(len(pointers), np.int64)
         equal = np.arange(len(pointers))
@@ -190,14 +186,13 @@ class Alignment:
         return pointers, match_len
 
     def chain(self, place: Place, most: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens predicted from a place on, at most `most`, and their buckets."""
+        """Return at most `most` predicted tokens from a place on, and their buckets."""
         tokens = self._prediction[place.pointer : place.pointer + most]
         right = np.minimum(np.arange(place.right, place.right + len(tokens)), RIGHT_LENGTHS[-1])
         return tokens, place.origin * NUM_RIGHT + _RIGHT_CLASS[right]
 
 
 def _replace(tokens: list[int], old: list[int], new: list[int]) -> list[int]:
-    """Return the tokens with every `old` in them replaced by `new`."""
     replaced: list[int] = []
     at = 0
     while at < len(tokens):

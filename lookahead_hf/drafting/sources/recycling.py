@@ -1,9 +1,9 @@
 """Drafts from the target's own logits: what it expected after the same tokens before.
 
-Token recycling (arXiv 2408.08696) keeps the best logits of every verified token. Keyed by the last
-two tokens instead of one, and with their probabilities, they predict much better (STAND, arXiv
-2506.04708). The other candidates of the last logits are guesses for the token after next
-(LogitSpec, arXiv 2507.01449).
+Token recycling (arXiv 2408.08696) keeps the best logits of every verified token. Keyed by two
+tokens instead of one, and with probabilities, they predict much better (STAND, arXiv 2506.04708).
+The other candidates of the last logits are guesses for the token after next (LogitSpec, arXiv
+2507.01449).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 MAX_TOP_K = 64
 
 MANY_ROWS = 32
-"""Rows from which on nodes with rejected parents teach nothing: the others fill the memory. In
-batches of 32 that costs no tokens, in smaller ones up to 2 %."""
+"""Rows from which on nodes with rejected parents teach nothing, since the others fill the memory.
+That costs no tokens in batches of 32, and up to 2 % in smaller ones."""
 
 # Measured on texts of a 135M model: acceptance rates by classes of rank (rows) and of probability.
 # A first rank is never improbable and a late one never probable: the ends of the rows are guesses.
@@ -62,7 +62,7 @@ NEXT_RATES = (
 class RecyclingDrafter(BuiltInDrafter):
     """Grows its tree from the best logits of verified nodes, accepted or not.
 
-    The rows of a call share one memory; it is empty when the call begins, unless `keep` is set.
+    The rows of a call share one memory, which starts empty unless `keep` is set.
     """
 
     name: ClassVar[str] = "recycling"
@@ -78,8 +78,8 @@ class RecyclingDrafter(BuiltInDrafter):
         Args:
             top_k: Next tokens to remember per context.
             num_next: Candidates of the last logits to try as the token after next. Each is
-                unlikely, but a large tree has room for them: with 12, trees of 64 nodes had 3.5 %
-                fewer tokens per step.
+                unlikely, but a large tree has room: with 12, trees of 64 nodes had 3.5 % fewer
+                tokens per step.
             capacity: Contexts to remember; beyond that, new ones replace old ones.
             keep: Whether the memory outlives a call of this object.
 

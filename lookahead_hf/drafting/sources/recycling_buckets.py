@@ -1,4 +1,4 @@
-"""Buckets of recycled tokens: class of rank and class of probability, per kind of memory."""
+"""Buckets of recycled tokens: by key, class of rank, and class of probability."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ NUM_PROBS = len(PROB_EDGES) + 1
 SINGLE_START = (len(RANK_EDGES) + 1) * NUM_PROBS
 NEXT_START = 2 * SINGLE_START
 NUM_BUCKETS = 3 * SINGLE_START
-"""First come the buckets of tokens remembered under two tokens, then (from `SINGLE_START`) those of
-tokens remembered under one token, then (from `NEXT_START`) those of the last logits' other
-candidates."""
+"""The buckets of tokens remembered under two tokens come first.
+
+Then come those under one (from `SINGLE_START`) and those of the last logits (from `NEXT_START`).
+"""
 
 NO_BUCKET = -1
 
 MIN_REACH = 1e-4
-"""Least probability of a node that is worth a place in an otherwise empty tree."""
+"""Least probability of a node worth verifying."""

@@ -36,10 +36,10 @@ from lookahead_hf.kernels.cpu.vectors import ROWS, largest_of, mix, sum_of
 from lookahead_hf.ngram_pool.jit import jit_numbers
 
 MIXED = 4
-"""Vectors of values that are added up side by side."""
+"""Vectors of a value that are summed side by side."""
 
 QUERIES = 4 if LANES == 16 else 2
-"""Queries whose values are."""
+"""Queries whose values are summed side by side."""
 
 _mix_queries, _mix_one = mix(QUERIES, MIXED), mix(1, MIXED)
 _mix_vector, _mix_rest = mix(1, 1), mix(1, 1, is_partial=True)
@@ -49,10 +49,10 @@ _SINGLE = np.float32(0.0)
 
 @jit_numbers
 def attend(op, piece, scratch, kind):
-    """Let the tokens of a segment look at their slots, in one head.
+    """Attend with the tokens of a segment to their slots, in one head.
 
-    A token's scores stand in the order of the slots that it sees, wherever the tokens that it does
-    not see are, so that its sums are the same in every block.
+    A token's scores are in the order of the slots that it sees, wherever unseen slots are, so that
+    its sums are the same in every block.
     """
     plan, width = longs(op[PLAN]), width_of(kind)
     heads, dim, stride = op[HEADS], op[SIZE], op[SHARED] * op[SIZE]
@@ -102,7 +102,7 @@ def attend(op, piece, scratch, kind):
 
 @jit_numbers
 def _weigh(address, count, factor, limit):
-    """Turn products of a query and keys into weights, all but their sum, which is returned."""
+    """Turn products of a query and keys into unnormalised weights; return their sum."""
     scores = numbers(address, _SINGLE)
     if limit > np.float32(0.0):
         for s in range(count):
@@ -153,7 +153,7 @@ def _mix_listed(scores, values, stride, slots, count, dim, out, kind):
 
 @jit_numbers
 def _mix_narrow(scores, values, stride, slots, count, place, dim, out, kind):
-    """The same for the numbers from `place` on, fewer than are added up side by side."""
+    """Add up the numbers from `place` on, fewer than are summed side by side."""
     width = width_of(kind)
     while place + LANES <= dim:
         to, v = out + place * 4, values + place * width

@@ -13,13 +13,7 @@ from lookahead_hf.ngram_pool.jit import jit_numbers
 
 @jit_numbers
 def argmax(address, count, kind):
-    """Return the place of the first largest of some numbers, or of the first NaN.
-
-    Args:
-        address: Address of the numbers.
-        count: How many.
-        kind: Their kind.
-    """
+    """Return the place of the first largest of `count` numbers, or of the first NaN."""
     x = numbers(address, kind)
     if num_nan(address, count, kind) > np.float32(0.0):
         for i in range(count):

@@ -24,13 +24,13 @@ _GELU, _CUBE = np.float32(0.7978845608028654), np.float32(0.044715)
 
 @jit_numbers
 def near(number, kind):
-    """Return what is left of a number when it is stored."""
+    """Return a float32 number rounded to a kind."""
     return wide(narrow(number, kind))
 
 
 @jit_numbers
 def exp(x):
-    """Return e**x within two units of the last place, without a call, so that loops are vectors."""
+    """Return e**x within two units of the last place, without a call, so that loops vectorise."""
     x = np.float32(-87.0) if x < np.float32(-87.0) else x
     x = np.float32(88.0) if x > np.float32(88.0) else x
     n = (x * np.float32(1.44269504) + _WHOLE) - _WHOLE  # rounded
@@ -53,14 +53,7 @@ def tanh(x):
 
 @jit_numbers
 def activate(address, count, flavour, kind):
-    """Replace float32 numbers by their activations, rounded as when they are stored.
-
-    Args:
-        address: Address of the numbers.
-        count: How many.
-        flavour: Which activation.
-        kind: Kind of the numbers that are stored.
-    """
+    """Replace `count` float32 numbers by their activations, rounded to a kind."""
     x = numbers(address, _SINGLE)
     if flavour == SILU:
         for i in range(count):
@@ -74,18 +67,9 @@ def activate(address, count, flavour, kind):
 
 @jit_numbers
 def norm(source, target, weight, bias, size, epsilon, flavour, kind, centred):
-    """Write the norm of a vector, which may take its place.
+    """Write the norm of a vector of `size` numbers; `target` may be `source`.
 
-    Args:
-        source: Address of the vector.
-        target: Address of the result.
-        weight: Address of the weight.
-        bias: Address of what a layer norm adds, or 0.
-        size: Numbers of the vector.
-        epsilon: What is added to the mean of the squares.
-        flavour: Which norm.
-        kind: Kind of the numbers.
-        centred: Address of room for `size` float32 numbers.
+    Vectors are addresses; `bias` may be 0, and `centred` has room for `size` float32 numbers.
     """
     x, out, w = numbers(source, kind), numbers(target, kind), numbers(weight, kind)
     count = np.float32(size)
@@ -117,17 +101,10 @@ def norm(source, target, weight, bias, size, epsilon, flavour, kind, centred):
 
 @jit_numbers
 def rotate(source, target, cos, sin, dim, rotated, is_wide, kind):
-    """Rotate pairs of numbers of a head, one in each half; the head may take its own place.
+    """Rotate the first `rotated` of `dim` numbers of a head; `target` may be `source`.
 
-    Args:
-        source: Address of the head.
-        target: Address of the result.
-        cos: Address of the cosines, [rotated], 0 to rotate nothing.
-        sin: Address of the sines.
-        dim: Numbers of the head.
-        rotated: How many of them are rotated.
-        is_wide: Whether the angles are float32, so that products are not rounded.
-        kind: Kind of the numbers.
+    A pair has one number in each half. `cos` is an address, or 0 to rotate nothing. Float32 angles
+    (`is_wide`) leave products unrounded.
     """
     x, out = numbers(source, kind), numbers(target, kind)
     half = rotated // 2

@@ -13,7 +13,7 @@ def plan_rows(seen, counts, row_slots, first_token, most, segments, tail_starts,
     """Write the segments and tails of the tokens of some rows.
 
     A token sees one run of slots, and single slots behind it, its tail. Tokens whose runs begin at
-    the same slot look together at what all of them see of it.
+    the same slot form a segment, which covers what all of them see of it.
 
     Args:
         seen: Whether a token sees a slot, [rows, width, slots] bool.

@@ -1,12 +1,11 @@
 """Programs: operations of decoder layers, carried out by a team of threads.
 
 An operation is cut into pieces. Every thread takes the next piece until none is left, and waits
-until the others have finished theirs. No thread has a part of its own, so that a thread which comes
-late, or never, costs speed and nothing else.
+until the others have finished theirs. No piece belongs to a thread, so that a thread that comes
+late, or never, costs only speed.
 
-Weights are read where the model has them: there is no copy of them that could be out of date.
-bfloat16 results are rounded where transformers' layers round them; within a product, and in the
-attention, sums and weights are float32.
+Weights are read where the model has them, so no copy can be out of date. bfloat16 results are
+rounded where transformers' layers round them; sums within a product or in attention are float32.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -73,7 +72,7 @@ from lookahead_hf.kernels.cpu.scalars import (
 from lookahead_hf.ngram_pool.jit import entry_point, jit_numbers
 
 _PATIENCE = 2_000
-"""Looks at a counter after which a waiting thread lets others run."""
+"""Looks at a counter after which a waiting thread yields its core."""
 
 _SINGLE, _NOTHING = np.float32(0.0), np.float32(0.0)
 _ONE = np.float32(1.0)
@@ -82,31 +81,17 @@ _ONE = np.float32(1.0)
 @jit_numbers
 def _normalize(op, token, scratch, kind):
     """Carry out a norm for one token."""
-    size, epsilon = op[SIZE], float_of(op[EPSILON])
-    length = size * width_of(kind)
+    size, epsilon, flavour = op[SIZE], float_of(op[EPSILON]), op[FLAVOUR]
+    length, adds = size * width_of(kind), op[MODE] == ADD
     for head in range(op[HEADS]):
         at = (token * op[HEADS] + head) * length
-        target = op[TARGET] + at
-        if op[MODE] != ADD:
-            norm(
-                op[SOURCE] + at,
-                target,
-                op[WEIGHT],
-                op[BIAS],
-                size,
-                epsilon,
-                op[FLAVOUR],
-                kind,
-                scratch,
-            )
-            continue
-        normed = scratch + size * 4
-        norm(
-            op[SOURCE] + at, normed, op[WEIGHT], op[BIAS], size, epsilon, op[FLAVOUR], kind, scratch
-        )
-        to, new = numbers(target, kind), numbers(normed, kind)
-        for i in range(size):
-            to[i] = narrow(wide(to[i]) + wide(new[i]), kind)
+        source, target = op[SOURCE] + at, op[TARGET] + at
+        normed = scratch + size * 4 if adds else target
+        norm(source, normed, op[WEIGHT], op[BIAS], size, epsilon, flavour, kind, scratch)
+        if adds:
+            to, new = numbers(target, kind), numbers(normed, kind)
+            for i in range(size):
+                to[i] = narrow(wide(to[i]) + wide(new[i]), kind)
 
 
 @jit_numbers
@@ -158,7 +143,7 @@ def _multiply(op, tokens, piece, scratch, kind):
 
 @jit_numbers
 def _gate(op, tokens, piece, scratch, kind):
-    """Multiply a piece of both weights of a gated unit, and open the one by the other."""
+    """Multiply a piece of both weights of a gated unit, and gate the one by the other."""
     pitch, size, stride = op[PIECE], op[SIZE], op[OUTPUTS]
     first = piece * pitch
     count, width, flavour = min(pitch, stride - first), width_of(kind), op[FLAVOUR]
@@ -210,7 +195,7 @@ def _carry_out(op, tokens, piece, scratch, kind):
 
 @jit_numbers
 def _wait(address, count):
-    """Wait until a counter that threads share has come so far."""
+    """Wait until a counter that threads share reaches `count`."""
     looks = 0
     while look(address) < count:
         looks += 1
@@ -221,12 +206,7 @@ def _wait(address, count):
 
 @jit_numbers
 def run(address, kind):
-    """Do one thread's part of a job.
-
-    Args:
-        address: The job, which all threads share.
-        kind: Kind of the numbers.
-    """
+    """Do one thread's part of the job at an address, which all threads share."""
     job = longs(address)
     tokens, counter = job[TOKENS], job[COUNTERS]
     scratch = job[SCRATCH] + take(job[TICKETS]) * job[SCRATCH_SIZE]

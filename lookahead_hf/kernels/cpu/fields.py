@@ -1,7 +1,7 @@
-"""What a program for the kernels is made of: int64 numbers at these places.
+"""The layout of programs for the kernels, which are int64 numbers.
 
 A program is a list of operations that all threads carry out one after the other. Addresses are
-those of tensors; 0 stands for what is not there. A float32 number is held as its bits.
+those of tensors, or 0. A float32 number is held as its bits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Pieces of LLVM's code that the kernels are built of.
+"""Building blocks of the kernels in LLVM's code.
 
-Each piece is written once in LLVM's vectors, which LLVM lowers to what the processor has (AVX2,
-AVX-512, NEON). Numbers are float32, or the bits of bfloat16 as uint16.
+LLVM lowers its vectors to those of the processor (AVX2, AVX-512, NEON). Numbers are float32, or the
+bits of bfloat16 as uint16.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -15,7 +15,7 @@ from numba import types
 from numba.core import cgutils
 from numba.core.registry import cpu_target
 
-# Those that numba compiles for: its settings may leave out what the processor has.
+# Those that numba compiles for; its settings may leave some of the processor's out.
 _FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
 
 LANES = 16 if "+avx512f" in _FEATURES else 8
@@ -34,7 +34,7 @@ F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(
 
 
 class BFloat(ir.types.Type):
-    """LLVM's bfloat, which llvmlite does not name; only the instruction's signature needs it."""
+    """LLVM's bfloat, which llvmlite lacks and the instruction's signature needs."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -70,7 +70,7 @@ def declared(builder: Any, result: Any, arguments: list[Any], name: str) -> Any:
 
 
 def load_bits(builder: Any, address: Any, offset: Any, width: int, lanes: int, rest: Any) -> Any:
-    """Load the bits of a vector; of the last one only `rest` numbers, and zeros behind them."""
+    """Load the bits of a vector, or of its first `rest` numbers and zeros behind them."""
     bits = I16 if width == 2 else I32
     kind = vector_of(bits, lanes)
     pointer = pointer_at(builder, address, offset, width, kind)
@@ -126,7 +126,7 @@ def shuffle(builder: Any, a: Any, b: Any, places: list[int]) -> Any:
 
 
 def fold_totals(builder: Any, sums: list[Any]) -> Any:
-    """Return a vector with the total of each of some vectors, whose number is a power of two.
+    """Return a vector with the total of each vector; their number is a power of two.
 
     Two vectors are folded into one until a single one is left, so that 16 totals take 15 additions.
     """
@@ -150,7 +150,7 @@ def fold_totals(builder: Any, sums: list[Any]) -> Any:
 
 
 def prefetch(builder: Any, address: Any) -> None:
-    """Ask memory for a line, to be kept in the second cache: the first has no room for it."""
+    """Prefetch a line into the second cache; the first has no room for it."""
     byte = ir.IntType(8).as_pointer()
     ask = declared(builder, ir.VoidType(), [byte, I32, I32, I32], "llvm.prefetch.p0")
     builder.call(ask, (builder.inttoptr(address, byte), I32(0), I32(2), I32(1)))

@@ -1,4 +1,4 @@
-"""Programs of a model's layers, and the room that they work in."""
+"""Runs programs of a model's layers, and the plans of their attention."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def functions() -> ModuleType:
 
 
 class Plan:
-    """What the layers that take the same mask share.
+    """What attention sees in the layers that take the same mask.
 
     Attributes:
-        address: Where the plan's fields are.
+        address: Address of the plan's fields.
         pitch: Room for the scores of a token.
-        slots: Where each token's K and V belong, [tokens] int64 into [rows * capacity].
+        slots: Slot of each token's K and V, [tokens] int64 into [rows * capacity].
         segments: Tokens that see the same slots, [segments, fields] int64.
         tails: Slots within a row that tokens see one by one, int64.
     """
@@ -50,9 +50,9 @@ class Plan:
         """Find out which slots tokens see.
 
         Args:
-            slots: Where each token's K and V belong, [tokens] int64 into [rows * capacity].
-            parts: For some rows of the cache after others: whether a token sees a slot, [rows,
-                width, slots] bool; tokens of each row, [rows]; the first slot of each, [rows].
+            slots: As in the attributes.
+            parts: Of consecutive rows: whether a token sees a slot, [rows, width, slots] bool; the
+                tokens of each row, [rows]; the first slot of each, [rows].
         """
         from lookahead_hf.kernels.cpu._plan_numba import plan_rows
         from lookahead_hf.kernels.cpu.vectors import MOST_TOKENS as most
@@ -87,10 +87,9 @@ class Plan:
 
 
 class Workspace:
-    """What one thread needs to run programs: threads' scratch room, counters, the job.
+    """Scratch memory, counters and the job with which one caller runs programs.
 
-    Attributes:
-        ops: Operations, [operations, fields] int64.
+    `ops` are the operations, [operations, fields] int64.
     """
 
     def __init__(self, ops: np.ndarray, dtype: torch.dtype) -> None:
@@ -108,14 +107,7 @@ class Workspace:
         return int(entry.address)
 
     def run(self, first: int, count: int, num_tokens: int, floats: int) -> None:
-        """Carry out operations.
-
-        Args:
-            first: The first of them.
-            count: How many.
-            num_tokens: Tokens of the block.
-            floats: Float32 numbers that a thread needs room for.
-        """
+        """Carry out `count` operations; each thread has room for `floats` float32 numbers."""
         num_threads = torch.get_num_threads()
         floats = (floats + 63) // 64 * 64
         if len(self._scratch) < floats * num_threads:
@@ -131,7 +123,7 @@ class Workspace:
 
 
 def argmax(scores: torch.Tensor) -> int:
-    """Return the place of the first largest of contiguous numbers of a dtype in `KINDS`."""
+    """Return the index of the first largest number of a contiguous tensor of one of `KINDS`."""
     from lookahead_hf.kernels.cpu import _choice_numba
 
     kind = np.uint16(0) if scores.dtype == torch.bfloat16 else np.float32(0.0)
@@ -141,7 +133,7 @@ def argmax(scores: torch.Tensor) -> int:
 def compact_path(
     table: PathTable, lengths: np.ndarray, path: np.ndarray, num_kept: np.ndarray
 ) -> None:
-    """Move the tokens of a path together, in a table of words of 2 or 4 bytes."""
+    """Move the tokens of a path to the front, in a table of words of 2 or 4 bytes."""
     from lookahead_hf.kernels.cpu import _choice_numba
 
     arrays = lengths, path, num_kept

@@ -1,4 +1,4 @@
-"""Single numbers in memory, of the kinds that the kernels know, and counters that threads share."""
+"""Single numbers in memory, and counters that threads share."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -64,7 +64,7 @@ def wide(typing, number):
 
 @intrinsic
 def narrow(typing, number, kind):
-    """Round a float32 number to the nearest one of a kind, to the even one of two."""
+    """Round a float32 number to the nearest one of a kind, ties to even."""
 
     def generate(context, builder, signature, arguments):
         number = arguments[0]
@@ -81,7 +81,7 @@ def narrow(typing, number, kind):
 
 @intrinsic
 def take(typing, address):
-    """Add one to an int64 that threads share, and return what it was before."""
+    """Add one to an int64 that threads share, and return its old value."""
 
     def generate(context, builder, signature, arguments):
         pointer = builder.inttoptr(arguments[0], I64.as_pointer())
@@ -92,7 +92,7 @@ def take(typing, address):
 
 @intrinsic
 def look(typing, address):
-    """Return an int64 that threads share, with all that was written before it."""
+    """Load an int64 that threads share, with acquire ordering."""
 
     def generate(context, builder, signature, arguments):
         pointer = builder.inttoptr(arguments[0], I64.as_pointer())
@@ -103,7 +103,7 @@ def look(typing, address):
 
 @intrinsic
 def yield_core(typing):
-    """Let another thread have the core."""
+    """Yield the core to another thread."""
 
     def generate(context, builder, signature, arguments):
         builder.call(declared(builder, I32, [], "sched_yield"), ())
@@ -114,7 +114,7 @@ def yield_core(typing):
 
 @intrinsic
 def float_of(typing, bits):
-    """Return the float32 number that an int64 holds the bits of."""
+    """Return the float32 number whose bits an int64 holds."""
 
     def generate(context, builder, signature, arguments):
         return builder.bitcast(builder.trunc(arguments[0], I32), F32)

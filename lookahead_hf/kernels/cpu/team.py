@@ -1,9 +1,9 @@
 """Runs compiled code on the threads that torch's own operations use.
 
-Torch's threads are those of the OpenMP library in its process, and wait for work between its
-operations. A second set of threads would have to share the cores with them. `GOMP_parallel`, which
-compilers call for every parallel loop, gives the work to the same threads. Where no library has it
-(Windows, macOS), the kernels serve a torch of one thread only.
+Torch's threads are those of the OpenMP library in its process. They wait for work between
+operations, so a second set of threads would share the cores with them. `GOMP_parallel`, which
+compilers call for every parallel loop, gives work to the same threads. Without it (Windows, macOS)
+the kernels run only if torch has one thread.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _parallel() -> Callable[..., None] | None:
 
 
 def own_first(paths: Iterable[str]) -> list[str]:
-    """Return the OpenMP libraries among files, first those that were installed with torch.
+    """Return the OpenMP libraries among files, those installed with torch first.
 
     Other packages bring libraries of their own, whose threads are not torch's.
     """
@@ -57,13 +57,7 @@ def _alone(entry: int) -> Callable[[int], None]:
 
 
 def run(entry: int, job: int, num_threads: int) -> None:
-    """Call compiled code with a job on every thread, this one among them, and wait for all.
-
-    Args:
-        entry: Address of a function `void (int64)`.
-        job: What it is called with.
-        num_threads: Most threads.
-    """
+    """Call `entry`, the address of a `void (int64)`, with a job on every thread; wait for all."""
     parallel = _parallel() if num_threads > 1 else None
     if parallel is None:
         _alone(entry)(job)

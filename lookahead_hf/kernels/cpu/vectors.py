@@ -1,17 +1,18 @@
 """Dot products, weighted sums and sums of vectors, which numba compiles into other functions.
 
-The type of the argument `kind` says of which numbers, so that there is one version of every
-function for each kind. Sums are float32. Where the processor adds up products of pairs of bfloat16
-numbers (`vdpbf16ps`), products use that.
+The type of the argument `kind` is that of the numbers; there is one version of every function for
+each. Sums are float32. Products of bfloat16 numbers are added in pairs (`vdpbf16ps`) if the
+processor can.
 
-A sum takes the same order whatever is computed beside it: a number belongs to a lane by its place,
-a lane adds up its numbers one after the other, and the lanes are folded in halves.
+A sum has the same order whatever is computed beside it: a number's place determines its lane, a
+lane adds up its numbers one after the other, and lanes are folded in halves.
 """
 
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -49,60 +50,74 @@ ROWS = 4 if LANES == 16 else 2
 """Rows of a weight that are multiplied side by side."""
 
 
-def dots(num_rows: int, num_tokens: int, lines: int = 0) -> Any:
-    """Make a function that multiplies some rows of a weight by some tokens.
+def dots(num_rows: int, counts: Sequence[int], lines: int = 0) -> Any:
+    """Make a function that multiplies some rows of a weight by `count` tokens.
 
     The function writes `out[t * out_stride + r] = sum(w[r * w_stride + i] * x[t * x_stride + i])`
-    over `i < size`, in float32. Strides count numbers; the other places are addresses. For every
-    vector it also asks memory for some lines of the address `ahead` and those behind it, which are
-    multiplied next.
+    over `i < size`, in float32. Strides count numbers; the other places are addresses. With every
+    vector it also asks memory for some lines from the address `ahead` on, which are multiplied
+    next.
 
     Args:
         num_rows: Rows of the weight, a power of two.
-        num_tokens: Tokens.
+        counts: Numbers of tokens that `count` may be; there is code for each of them.
         lines: Lines to ask for.
     """
 
     @intrinsic
-    def multiply(typing, w, w_stride, x, x_stride, size, out, out_stride, ahead, kind):
+    def multiply(typing, w, w_stride, x, x_stride, size, count, out, out_stride, ahead, kind):
         width = bytes_of(kind)
         uses_pairs = width == 2 and HAS_PAIRS
         in_vector = 2 * LANES if uses_pairs else LANES
         read, add = (load_pairs, add_pairs) if uses_pairs else (load_wide, fma)
 
         def generate(context, builder, signature, arguments):
-            w, w_stride, x, x_stride, size, out, out_stride, ahead, _ = arguments
+            w, w_stride, x, x_stride, size, count, out, out_stride, ahead, _ = arguments
             zero = ir.Constant(vector_of(F32), [0.0] * LANES)
 
             def firsts(base: Any, stride: Any, count: int) -> list[Any]:
                 by = builder.mul(stride, int64(width))
                 return [builder.add(base, builder.mul(by, int64(i))) for i in range(count)]
 
-            rows, tokens = firsts(w, w_stride, num_rows), firsts(x, x_stride, num_tokens)
-            sums = [cgutils.alloca_once_value(builder, zero) for _ in range(num_rows * num_tokens)]
+            def multiply_by(num_tokens: int) -> None:
+                rows, tokens = firsts(w, w_stride, num_rows), firsts(x, x_stride, num_tokens)
+                number_of_sums = num_rows * num_tokens
+                sums = [cgutils.alloca_once_value(builder, zero) for _ in range(number_of_sums)]
 
-            def add_products(place: Any, rest: Any) -> None:
-                weights = [read(builder, each, place, width, rest) for each in rows]
-                for t, token in enumerate(tokens):
-                    number = read(builder, token, place, width, rest)
-                    for r, weight in enumerate(weights):
-                        total = sums[t * num_rows + r]
-                        builder.store(add(builder, weight, number, builder.load(total)), total)
+                def add_products(place: Any, rest: Any) -> None:
+                    weights = [read(builder, each, place, width, rest) for each in rows]
+                    for t, token in enumerate(tokens):
+                        number = read(builder, token, place, width, rest)
+                        for r, weight in enumerate(weights):
+                            total = sums[t * num_rows + r]
+                            builder.store(add(builder, weight, number, builder.load(total)), total)
 
-            count = builder.udiv(size, int64(in_vector))
-            with cgutils.for_range(builder, count, intp=I64) as loop:
-                if lines:
-                    first = builder.add(ahead, builder.mul(loop.index, int64(lines * LINE)))
-                    for line in range(lines):
-                        prefetch(builder, builder.add(first, int64(line * LINE)))
-                add_products(builder.mul(loop.index, int64(in_vector)), None)
-            rest = builder.urem(size, int64(in_vector))
-            with builder.if_then(builder.icmp_unsigned("!=", rest, int64(0)), likely=False):
-                add_products(builder.sub(size, rest), rest)
-            _write_totals(builder, [builder.load(each) for each in sums], num_rows, out, out_stride)
+                num_vectors = builder.udiv(size, int64(in_vector))
+                with cgutils.for_range(builder, num_vectors, intp=I64) as loop:
+                    if lines:
+                        first = builder.add(ahead, builder.mul(loop.index, int64(lines * LINE)))
+                        for line in range(lines):
+                            prefetch(builder, builder.add(first, int64(line * LINE)))
+                    add_products(builder.mul(loop.index, int64(in_vector)), None)
+                rest = builder.urem(size, int64(in_vector))
+                with builder.if_then(builder.icmp_unsigned("!=", rest, int64(0)), likely=False):
+                    add_products(builder.sub(size, rest), rest)
+                totals = [builder.load(each) for each in sums]
+                _write_totals(builder, totals, num_rows, out, out_stride)
+
+            blocks = [builder.append_basic_block() for _ in counts]
+            end = builder.append_basic_block()
+            switch = builder.switch(count, blocks[-1])
+            for num_tokens, block in zip(counts, blocks, strict=True):
+                if block is not blocks[-1]:
+                    switch.add_case(int64(num_tokens), block)
+                builder.position_at_end(block)
+                multiply_by(num_tokens)
+                builder.branch(end)
+            builder.position_at_end(end)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 8, kind), generate
+        return types.void(*[types.int64] * 9, kind), generate
 
     return multiply
 
@@ -126,8 +141,8 @@ def _write_totals(builder: Any, sums: list[Any], num_rows: int, out: Any, out_st
 def touch(typing, address, size):
     """Read every cache line of some bytes, in order.
 
-    A core fetches one stream ahead of its use, but hardly four short ones side by side: rows of a
-    weight that are multiplied together arrive at 11 GB/s, and at 24 where they were touched first.
+    A core prefetches one stream well, but not four short ones side by side: rows of a weight that
+    are multiplied together arrive at 11 GB/s, and at 24 if they were touched first.
     """
 
     def generate(context, builder, signature, arguments):
@@ -204,7 +219,7 @@ def mix(num_queries: int, num_vectors: int, is_partial: bool = False) -> Any:
 
 
 def _reduced(combine: Any, start: float, widened: bool) -> Any:
-    """Make a function that combines numbers, [count], a multiple of the lanes or not."""
+    """Make a function that combines `count` numbers."""
 
     @intrinsic
     def reduce(typing, address, count, kind):

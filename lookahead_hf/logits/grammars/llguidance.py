@@ -12,18 +12,13 @@ from lookahead_hf.logits.grammars.protocol import few_bits
 class LLGuidance:
     """A matcher made from a grammar's text; see `Grammar`.
 
-    llguidance stops behind the last byte of its grammar; one stop token may follow there.
+    llguidance stops after the last byte of its grammar; one stop token may follow there.
     """
 
     def __init__(self, tokenizer: Any, grammar: str) -> None:
-        """Match a grammar.
+        """Match a grammar of `LLMatcher.grammar_from_...`; ValueError if it is invalid.
 
-        Args:
-            tokenizer: An `llguidance.LLTokenizer`.
-            grammar: What `LLMatcher.grammar_from_json_schema` or one of its siblings returned.
-
-        Raises:
-            ValueError: The grammar is not valid.
+        `tokenizer` is an `llguidance.LLTokenizer`.
         """
         self._tokenizer = tokenizer
         self._matcher = llguidance.LLMatcher(tokenizer, grammar)

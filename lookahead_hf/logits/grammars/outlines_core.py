@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 _END = -1
-"""The state behind the stop token, which an index has no number for."""
+"""The state after the stop token, which an index has no number for."""
 
 
 class OutlinesCore:
     """A path through an index, whose states are numbers; see `Grammar`.
 
-    An index knows what tokens are allowed, not what they stand for.
+    An index knows which tokens are allowed, not what they stand for.
     """
 
     vocabulary = ""
 
     def __init__(self, index: Any) -> None:
-        """`index`: an `outlines_core.Index`, which is never changed."""
+        """Start in an `outlines_core.Index`, which is never changed."""
         self._index = index
         self._path: list[int] = [index.get_initial_state()]
         self._allowed: dict[int, list[int]] = {}

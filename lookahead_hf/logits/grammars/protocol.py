@@ -1,4 +1,4 @@
-"""What drafting asks of a grammar."""
+"""The interface of a grammar for drafting."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 
 
 class Grammar(Protocol):
-    """The state of one row's grammar, apart from the one that the row's processor holds.
+    """The state of one row's grammar, independent of the one that the row's processor holds.
 
-    It starts before the first generated token. Nothing that it says decides a token: a wrong
-    answer costs speed, never the text.
+    It starts before the first generated token. It decides no token: a wrong answer costs speed,
+    never the text.
 
     Attributes:
         vocabulary: The key of the tokenizer; grammars with the same key share its texts.
@@ -21,18 +21,17 @@ class Grammar(Protocol):
     vocabulary: str
 
     def texts(self) -> Sequence[bytes] | None:
-        """Return the bytes of every token id, None if the library does not know them."""
+        """Return the bytes of every token id, None if they are unknown."""
         ...
 
     def advance(self, token: int) -> bool:
-        """Go over a token; a forbidden one returns False and moves nothing."""
+        """Advance over a token; a forbidden one returns False and moves nothing."""
         ...
 
     def advance_text(self, text: bytes) -> int:
-        """Go over a text in any tokenization.
+        """Advance over a text in any tokenization.
 
-        Returns:
-            How many steps `back` undoes it with; 0 if it is forbidden, and nothing moved.
+        Returns the number of steps for `back` to undo it; 0 if it is forbidden, and nothing moved.
         """
         ...
 
@@ -41,7 +40,7 @@ class Grammar(Protocol):
         ...
 
     def forced_tokens(self) -> list[int]:
-        """Return tokens that are certain, each the only one that is allowed; [] if unknown."""
+        """Return tokens that are certain, each the only one allowed; [] if unknown."""
         ...
 
     def forced_text(self) -> bytes:

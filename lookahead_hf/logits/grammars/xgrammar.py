@@ -13,7 +13,7 @@ class XGrammar:
     """A matcher made from a compiled grammar; see `Grammar`."""
 
     def __init__(self, compiled: Any) -> None:
-        """`compiled`: a `CompiledGrammar`, which matchers may share."""
+        """Match a `CompiledGrammar`, which matchers may share."""
         self._info = compiled.tokenizer_info
         self._matcher = xgrammar.GrammarMatcher(compiled)
         self._num_tokens = self._info.vocab_size  # a model may have more logits
@@ -46,7 +46,7 @@ class XGrammar:
             return b""
         try:
             return self._matcher.find_jump_forward_string().encode()
-        except UnicodeDecodeError:  # behind a token that is half a character
+        except UnicodeDecodeError:  # after a token that is half a character
             return b""
 
     def allowed(self, limit: int) -> list[int] | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lookahead_hf.cache.adopt import AdoptedCache
+from lookahead_hf.cache.columns import ColumnCache
 from lookahead_hf.cache.slots import SlotGroup
 from lookahead_hf.call import execution
 from lookahead_hf.kernels import PathTable
@@ -116,7 +116,7 @@ class GraphSet:
         except Exception as error:
             raise Uncapturable.after(error) from error
 
-    def move_in(self, cache: AdoptedCache, state: StepState) -> None:
+    def move_in(self, cache: ColumnCache, state: StepState) -> None:
         """Let a call go on in the set's tensors."""
         self.recorder.begin()
         for index, group in enumerate(cache.slots.each_group()):
@@ -174,7 +174,7 @@ class GraphSet:
                 self.recorder.release(recordings)
 
 
-def num_bytes(cache: AdoptedCache, capacity: int) -> int:
+def num_bytes(cache: ColumnCache, capacity: int) -> int:
     """Return the bytes of K and V of a set with room for `capacity` tokens."""
     return sum(
         room_of(group, capacity) * store[:, 0].nbytes
@@ -185,7 +185,7 @@ def num_bytes(cache: AdoptedCache, capacity: int) -> int:
 
 def new_set(
     key: tuple[Any, ...],
-    cache: AdoptedCache,
+    cache: ColumnCache,
     state: StepState,
     capacity: int,
     recorder: CudaRecorder,

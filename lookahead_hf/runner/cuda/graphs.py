@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lookahead_hf.cache.adopt import AdoptedCache
+from lookahead_hf.cache.columns import ColumnCache
 from lookahead_hf.call import execution
 from lookahead_hf.model_state import kept
 from lookahead_hf.runner.cuda.capture import recorder_for
@@ -66,7 +66,7 @@ class ModelGraphs:
         self._failed: dict[tuple[Any, ...], tuple[str, int]] = {}  # why, and calls to let pass
 
     def enter(
-        self, kind: tuple[Any, ...], cache: AdoptedCache, state: StepState, slots: int, create: bool
+        self, kind: tuple[Any, ...], cache: ColumnCache, state: StepState, slots: int, create: bool
     ) -> GraphSet:
         """Move a call into the set of its kind, a new one where none fits.
 
@@ -111,7 +111,7 @@ class ModelGraphs:
             return found
 
     def _make_way(
-        self, outgrown: GraphSet | None, cache: AdoptedCache, state: StepState, slots: int
+        self, outgrown: GraphSet | None, cache: ColumnCache, state: StepState, slots: int
     ) -> None:
         """Retire the set that is outgrown, and the least recently used ones until there is room."""
         size = num_bytes(cache, capacity_for(slots))
@@ -184,7 +184,7 @@ def _nbytes(sets: list[GraphSet]) -> int:
     return sum(each.nbytes for each in sets)
 
 
-def _sizes(cache: AdoptedCache, state: StepState) -> tuple[Any, ...]:
+def _sizes(cache: ColumnCache, state: StepState) -> tuple[Any, ...]:
     """Return shapes and types of all tensors that move in, but for the number of slots."""
     groups = cache.slots.each_group()
     windows = [(group.window, group.num_kept, len(group.stores)) for group in groups]

@@ -63,7 +63,7 @@ class CudaRunner(Runner):
         self._state = StepState(self.cache, self._next_position)
         if self._wanted is not False:
             self._enter_graphs()
-        given = self._extras, self._kinds, self._mask_dict
+        given = self._extras, self._kinds, self._mask_dict, self.by_kernel
         self._function = StepFunction(self.model, self.cache, self._state, *given)
         # A call that ends with its first token has no step, and no position for one.
         tries = self._shape is None and self._room > 1

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from lookahead_hf.cache.adopt import AdoptedCache
+from lookahead_hf.cache.columns import ColumnCache
 from lookahead_hf.cache.slots import SlotGroup
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.patches.tree_attention import ancestor_words
@@ -85,7 +85,7 @@ class GroupState:
         self.dropped, self.columns = torch.zeros_like(pads), pads.new_zeros(len(pads), capacity)
         self._known: np.ndarray | None = None  # what `dropped` holds
 
-    def fit(self, cache: AdoptedCache, group: SlotGroup) -> None:
+    def fit(self, cache: ColumnCache, group: SlotGroup) -> None:
         """Take over a group's capacity and what it has dropped, where they have changed."""
         device, size = self.dropped.device, self.columns.shape[1]
         if self._known is group.dropped and size == group.capacity:
@@ -115,7 +115,7 @@ class StepState:
         groups: What the slots of each group of layers hold.
     """
 
-    def __init__(self, cache: AdoptedCache, next_position: torch.Tensor) -> None:
+    def __init__(self, cache: ColumnCache, next_position: torch.Tensor) -> None:
         device = next_position.device
         self.lengths = torch.from_numpy(cache.slots.lengths.copy()).to(device)
         self.prompt_lengths = self.lengths.clone()
@@ -125,7 +125,7 @@ class StepState:
         self.fit(cache)
         self._drafts: dict[int, torch.Tensor] = {}
 
-    def fit(self, cache: AdoptedCache) -> None:
+    def fit(self, cache: ColumnCache) -> None:
         """Take over capacities and dropped tokens of the cache, where they have changed."""
         for part, group in zip(self.groups, cache.slots.each_group(), strict=True):
             part.fit(cache, group)

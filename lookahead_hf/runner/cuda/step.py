@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from lookahead_hf import compat, kernels
-from lookahead_hf.cache.adopt import AdoptedCache
+from lookahead_hf.cache.columns import ColumnCache
 from lookahead_hf.cache.slots import SlotGroup
 from lookahead_hf.kernels import TreeWalk
 from lookahead_hf.model import compiled
 from lookahead_hf.patches import lazy_mask, tree_attention
 from lookahead_hf.patches.forward import ForwardContext, running
-from lookahead_hf.patches.lazy_mask import UnreadMask
+from lookahead_hf.patches.lazy_mask import LazyMask
 from lookahead_hf.patches.tree_attention import BlockTree
 from lookahead_hf.runner import masks
 from lookahead_hf.runner.cuda.state import DraftViews, GroupState, StepState
@@ -43,16 +44,17 @@ class StepFunction:
     def __init__(
         self,
         model: Any,
-        cache: AdoptedCache,
+        cache: ColumnCache,
         state: StepState,
         extras: dict[str, Any],
         kinds: list[MaskKind],
         takes_dict: bool,
+        by_kernel: Counter[bool] | None = None,
     ) -> None:
-        """`extras` is what plain passes with every forward."""
+        """`extras` is what plain passes with every forward; `by_kernel` as in `ForwardContext`."""
         self._model, self._cache, self._state = model, cache, state
         self._extras, self._kinds, self._takes_dict = extras, kinds, takes_dict
-        self._is_compiled = compiled.is_compiled(model)
+        self._is_compiled, self._by_kernel = compiled.is_compiled(model), by_kernel
 
     def run(self, width: int, visible: int) -> tuple[Any, ...]:
         """Run a whole step that chooses the likeliest tokens.
@@ -92,7 +94,7 @@ class StepFunction:
             "use_cache": True,
         }
         experts = compat.set_up_for_step(self._model, len(draft.tokens), width)
-        context = ForwardContext(self._trees(built, draft, held))
+        context = ForwardContext(self._trees(built, draft, held), by_kernel=self._by_kernel)
         with experts, running(context, state.lengths.device):
             outputs = self._model(**inputs, return_dict=True)
         self.reads_masks = any(lazy_mask.made(mask) is not None for mask in built.values())
@@ -185,7 +187,7 @@ class StepFunction:
         rows, width = draft.tokens.shape
         like = self._model.dtype, draft.tokens.device
         return {
-            name: UnreadMask.of(make, (rows, 1, width, held[name].visible), *like)
+            name: LazyMask.of(make, (rows, 1, width, held[name].visible), *like)
             for name, make in made.items()
         }
 

@@ -21,10 +21,10 @@ from lookahead_hf.drafting.control.cost_model import (
     CostCurve,
     CostModel,
 )
-from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.tree import head
 from lookahead_hf.rows import Rows
+from tests.helpers.drafts import Fixed
 
 Cost = Callable[[int], float]
 
@@ -55,18 +55,11 @@ def steep(n: int) -> float:
 NO_LOGITS = torch.empty(0)
 
 
-class Chains(Drafter):
+class Chains(Fixed):
     """Drafts a chain per row, of which each depth is a bucket with a promise of its own."""
 
     def __init__(self, scores: np.ndarray) -> None:
-        self._promised = np.concatenate([scores[:1], scores[1:] / scores[:-1]])
-
-    @property
-    def num_buckets(self) -> int:
-        return len(self._promised)
-
-    def prior(self) -> np.ndarray:
-        return self._promised.astype(np.float32)
+        super().__init__(*scores[:1], *scores[1:] / scores[:-1])
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
         count = min(max_nodes, self.num_buckets)

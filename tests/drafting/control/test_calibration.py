@@ -21,32 +21,12 @@ from lookahead_hf.drafting.control.calibration import (
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.user_drafter import Adapted
-from lookahead_hf.rows import Rows
+from tests.helpers.drafts import Fixed
 from tests.oracles import drafting as oracle
 
 
-class Source(Drafter):
-    """Three buckets with one prior each."""
-
-    name = "scripted"
-    num_buckets = 3
-
-    def prior(self) -> np.ndarray:
-        return np.array([0.5, 0.5, 0.5], np.float32)
-
-    def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
-        raise NotImplementedError
-
-
-class Other(Source):
-    name = "other"
-
-
-class Wider(Source):
-    num_buckets = 4
-
-    def prior(self) -> np.ndarray:
-        return np.full(4, 0.5, np.float32)
+def source_of(name: str = "scripted", num_buckets: int = 3) -> Fixed:
+    return Fixed(*[0.5] * num_buckets, name=name)
 
 
 def draft(
@@ -85,21 +65,21 @@ def gained(calibration: Calibration) -> list[tuple[float, float]]:
 def test_only_children_of_right_nodes_are_evidence(
     parents: list[int], path: list[int], emitted: list[int], expected: list[tuple[int, int]]
 ) -> None:
-    calibration = Calibration([Source()])
+    calibration = Calibration([source_of()])
     tree = draft([([1, 2, 3, 4], parents)], [[(0, 0)], [(0, 1)], [(0, 2)], [(0, 2)]])
     calibration.update(tree, verdict((path, emitted)))
     assert gained(calibration) == expected
 
 
 def test_every_source_of_a_node_learns_and_rows_that_sat_out_do_not() -> None:
-    calibration = Calibration([Source(), Other()])
+    calibration = Calibration([source_of(), source_of("other")])
     tree = draft([([5], [-1]), ([5], [-1])], [[(0, 0), (1, 2)], [(0, 1)]])
     calibration.update(tree, verdict(([0], [5, 6]), ([], [])))
     assert gained(calibration) == [(1, 1), (0, 0), (0, 0), (0, 0), (0, 0), (1, 1)]
 
 
 def test_rates_start_at_the_prior_and_are_seen_live_by_the_drafter() -> None:
-    source = Source()
+    source = source_of()
     calibration = Calibration([source])
     Ensemble([source], calibration, 1)
     assert source.rates.tolist() == [0.5, 0.5, 0.5]
@@ -110,7 +90,7 @@ def test_rates_start_at_the_prior_and_are_seen_live_by_the_drafter() -> None:
 
 
 def test_rates_follow_a_text_that_changes() -> None:
-    calibration = Calibration([Source()])
+    calibration = Calibration([source_of()])
     tree = draft([([1], [-1])], [[(0, 0)]])
     for _ in range(3000):
         calibration.update(tree, verdict(([0], [1, 2])))
@@ -131,7 +111,7 @@ def learn(kept: KeptRates, *sources: Drafter, times: int = 1000) -> None:
 
 
 def test_calls_inherit_rates_but_can_outweigh_them() -> None:
-    kept, source = KeptRates(), Source()
+    kept, source = KeptRates(), source_of()
     learn(kept, source)
     second = kept.lease([source], do_sample=False)
     assert second.rates[0] > 0.8
@@ -141,28 +121,29 @@ def test_calls_inherit_rates_but_can_outweigh_them() -> None:
 
 
 def test_drafters_of_two_classes_have_rates_of_their_own() -> None:
-    class Namesake(Source):
+    class Namesake(Fixed):
         """Another one of the same name."""
 
     kept = KeptRates()
-    learn(kept, Source())
-    assert kept.lease([Namesake()], do_sample=False).rates[0] == 0.5
-    assert kept.lease([Wider()], do_sample=False).rates[0] == 0.5
-    first, second = Adapted(Source()), Adapted(Namesake())
+    learn(kept, source_of())
+    namesake = Namesake(0.5, 0.5, 0.5, name="scripted")
+    assert kept.lease([namesake], do_sample=False).rates[0] == 0.5
+    assert kept.lease([source_of(num_buckets=4)], do_sample=False).rates[0] == 0.5
+    first, second = Adapted(source_of()), Adapted(namesake)
     assert first.kept_as != second.kept_as
     learn(kept, first, second)
-    assert kept.lease([Adapted(Source())], do_sample=False).rates[0] > 0.8
+    assert kept.lease([Adapted(source_of())], do_sample=False).rates[0] > 0.8
 
 
 def test_kept_rates_are_bounded() -> None:
     kept = KeptRates(capacity=2)
-    learn(kept, Source())
-    learn(kept, Other())
-    learn(kept, Source())  # used again, so that the other one is the longest unused
-    learn(kept, Wider())
+    learn(kept, source_of())
+    learn(kept, source_of("other"))
+    learn(kept, source_of())  # used again, so that the other one is the longest unused
+    learn(kept, source_of(num_buckets=4))
     assert [row.source for row in kept.table()] == ["scripted", "scripted"]
-    assert kept.lease([Other()], do_sample=False).rates[0] == 0.5
-    assert kept.lease([Source()], do_sample=False).rates[0] > 0.8
+    assert kept.lease([source_of("other")], do_sample=False).rates[0] == 0.5
+    assert kept.lease([source_of()], do_sample=False).rates[0] > 0.8
 
 
 @st.composite

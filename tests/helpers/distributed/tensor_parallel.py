@@ -85,6 +85,9 @@ class KnownCosts:
     def curve(self, *_: Any) -> CostCurve:
         return self._curve
 
+    def kept(self) -> list[Any]:
+        return []
+
 
 class GoesAway(BaseStreamer):
     """A reader that hangs up."""

@@ -1,8 +1,8 @@
 """Drafts from an assistant: a smaller model that reads along and writes a few tokens ahead.
 
-Leviathan et al. (arXiv:2211.17192) draft a chain. Further likely tokens at each of its places cost
-the assistant nothing, and going on from several of them makes the tree of SpecInfer
-(arXiv:2305.09781). Learned acceptance rates decide how far to write.
+Leviathan et al. (arXiv:2211.17192) draft a chain. Further likely tokens at each place cost the
+assistant nothing, and continuing several of them makes the tree of SpecInfer (arXiv:2305.09781).
+Learned acceptance rates decide how far to write.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class TargetCall:
 class AssistantDrafter(BuiltInDrafter):
     """Lets a smaller model write ahead, in ragged batches, from a cache of its own.
 
-    That cache keeps what the target accepted and is rolled back to it. An assistant with another
-    vocabulary reads and writes text, and drafts chains only.
+    The cache is rolled back to what the target accepted. An assistant with another vocabulary reads
+    and writes text, and drafts chains only.
     """
 
     name: ClassVar[str] = "assistant"
@@ -90,8 +90,8 @@ class AssistantDrafter(BuiltInDrafter):
         """Draft with a model.
 
         Args:
-            model: Any causal language model of transformers, in eval mode; for a target with an
-                encoder also a model with an encoder, which gets the same inputs.
+            model: Any causal language model of transformers, in eval mode. For a target with an
+                encoder it may have one too, which gets the same inputs.
             target_tokenizer: The target's tokenizer, if the assistant has another vocabulary.
             assistant_tokenizer: The assistant's tokenizer in that case.
             num_draft: Most tokens to write ahead. None is `num_assistant_tokens` of the call or of
@@ -103,8 +103,8 @@ class AssistantDrafter(BuiltInDrafter):
             call: What is known of the call. Unless it draws, no random number is drawn.
 
         Raises:
-            ValueError: An option is out of its range, `model` is not a model, or its vocabulary
-                cannot be the target's and the tokenizers are missing.
+            ValueError: An option is out of its range, `model` is no model, or its vocabulary is not
+                the target's and the tokenizers are missing.
         """
         _check_model(model)
         call = call or TargetCall()
@@ -217,7 +217,6 @@ class AssistantDrafter(BuiltInDrafter):
             growth.extend(picked, self.rates, self._beam, self._min_reach)
 
     def _translated(self, rows: Rows, row: int, growth: Growth) -> Growth:
-        """Translate a draft into the target's tokens."""
         text = self._texts[row]
         if isinstance(text, SameTokens) or not growth.tokens:
             return growth
@@ -238,7 +237,7 @@ def _check_model(model: Any) -> None:
 
 
 def _num_draft(model: Any, settings: Mapping[str, Any]) -> int:
-    """Return the tokens to write ahead by generation configs; warn of settings that are unused."""
+    """Return the tokens to write ahead by generation configs; warn of unused settings."""
     stored = vars(getattr(model, "generation_config", None) or SimpleNamespace())
 
     def setting(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Writes one row's draft level by level, with tokens picked from an assistant's logits."""
+"""Grows one row's draft level by level, from tokens picked of an assistant's logits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Picked = tuple[np.ndarray, np.ndarray, torch.Tensor | None]
 
 
 class Likeliest:
-    """Picks the likeliest tokens; no random number is drawn."""
+    """Picks the likeliest tokens without random numbers."""
 
     def __init__(self, num_picks: int, vocab_size: int | None) -> None:
         """Pick `num_picks` tokens per place, with ids below `vocab_size`."""
@@ -51,11 +51,11 @@ class Drawn:
     """Draws tokens, for rejection sampling.
 
     A drawn token must not decide whether it is verified. So every place gets the same number of
-    tokens, and all have one class.
+    tokens, all of one class.
     """
 
     def __init__(self, num_picks: int, vocab_size: int | None, processors: Sequence[Any]) -> None:
-        """`processors`: the call's; those that only read the scores shape the distribution."""
+        """Shape the distribution by those of the call's processors that only read the scores."""
         known = LogitsProcessorList(p for p in processors if type(p) in SCORES_ONLY)
         self._processors = RowProcessors(known, 1)
         self._num_picks, self._vocab_size = num_picks, vocab_size
@@ -65,7 +65,7 @@ class Drawn:
         self._generator = torch.Generator(device).manual_seed(int(torch.randint(2**62, ())))
 
     def pick(self, logits: torch.Tensor, rows: np.ndarray, places: np.ndarray) -> Picked:
-        """See `Likeliest.pick`; a place's tokens are drawn without replacement."""
+        """Draw the tokens of each place without replacement; see `Likeliest.pick`."""
         at = torch.from_numpy(rows), torch.from_numpy(places)
         picked = [self._draw(row) for row in logits[at]]
         tokens = torch.stack([tokens for tokens, _ in picked]).cpu().numpy()
@@ -106,7 +106,7 @@ class Growth(RowDraft):
     """
 
     def __init__(self, chain: Sequence[int]) -> None:
-        """`chain`: the tokens that are fed first; a row without any gets no draft."""
+        """Start after the tokens that are fed first; a row without any gets no draft."""
         super().__init__()
         self._last = list(chain[-1:])
         self._fed: list[int] = []
@@ -114,9 +114,9 @@ class Growth(RowDraft):
         self.frontier = [(ROOT, len(chain) - 1)] if chain else []
 
     def extend(self, picked: Picked, rates: np.ndarray, beam: int, min_reach: float) -> None:
-        """Add new nodes below the frontier, from the tokens picked for each of its places.
+        """Add nodes below the frontier, from the tokens picked for each of its places.
 
-        The `beam` likeliest of them are the next frontier, without paths less likely than
+        The `beam` likeliest of them are the next frontier, except paths less likely than
         `min_reach`.
         """
         first = len(self.tokens)
@@ -167,13 +167,12 @@ class Growth(RowDraft):
 
 
 def prior_rates() -> np.ndarray:
-    """Acceptance rates of all buckets before anything was learned, [buckets] float32."""
+    """Return the acceptance rates of all buckets before learning, [buckets] float32."""
     of_tenths = 0.02 + 0.9 * (np.arange(TENTHS) + 0.5) / TENTHS
     return np.tile([*of_tenths, DRAWN_PRIOR], DEPTH_CLASSES).astype(np.float32)
 
 
 def tree_of(growths: Sequence[Growth]) -> DraftTree:
-    """Join the rows' drafts in one tree."""
     drawn_from = [probs for growth in growths for probs in growth.drawn_from]
     tree = DraftTree.from_drafts(growths)
     return replace(tree, probs=torch.stack(drawn_from)) if drawn_from else tree

@@ -9,10 +9,13 @@ import numpy as np
 import torch
 
 from lookahead_hf import compat
+from lookahead_hf.call.prepared import PreparedCall, Request
+from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.support import checks
+from lookahead_hf.support.checks import Purpose
 
 if TYPE_CHECKING:
     from lookahead_hf.rows import EncoderInputs
@@ -22,10 +25,7 @@ Branches = tuple[list[int], list[int]]
 
 
 class AssistantModel:
-    """A model that has read every row up to some token, and can forget the newest ones.
-
-    The rows are texts in the assistant's tokens.
-    """
+    """A model that has read every row up to some token, and can forget the newest ones."""
 
     def __init__(
         self,
@@ -35,24 +35,21 @@ class AssistantModel:
     ) -> None:
         """Read the rows' first tokens, [tokens] int64 each, in one forward; some may have none.
 
-        Raises:
-            Unserved: The model cannot run such rows.
-            ValueError: It has an encoder, but there is no input for it.
+        Unserved if the model cannot run such rows; ValueError if it lacks the input of its encoder.
         """
-        checks.check_setup(model)
-        checks.check_trees(model)
+        checks.admit(model, Purpose.ASSISTANT)
         ids, attended = _left_padded(contexts)
         mask = torch.from_numpy(attended).to(model.device)
         if model.config.is_encoder_decoder:
             kwargs = _decoder_arguments(model, mask, encoder_inputs)
         else:
             kwargs = _prefill_arguments(model, mask)
-        checks.check_call(model, model.generation_config, kwargs)
-        checks.check_trial(model)
+        prompt, request = torch.from_numpy(ids).to(model.device), Request(SpeculativeConfig())
+        given = model.generation_config, kwargs, request
+        checks.admit_call(PreparedCall(model, prompt, (), (), *given))
         self._rows = Rows(ids, attended)
         self._runner = Runner(model, len(contexts))
         with torch.no_grad():
-            prompt = torch.from_numpy(ids).to(model.device)
             self._runner.prefill(prompt, model.generation_config, kwargs)
         self._chains: Sequence[Sequence[int]] = []
 
@@ -82,7 +79,7 @@ class AssistantModel:
             if chain:
                 self._rows.emit(row, chain[0])
         nodes = branches or [([], [])] * len(chains)
-        draft = DraftTree.from_rows(map(_hung, chains, nodes))
+        draft = DraftTree.from_rows(map(_block_after, chains, nodes))
         with torch.no_grad():
             outputs = self._runner.forward(self._runner.layout(self._rows, draft))
         self._rows.num_emitted[:] = kept
@@ -96,7 +93,7 @@ class AssistantModel:
         self._runner.keep(counts)
 
 
-def _hung(chain: Sequence[int], branches: Branches) -> Branches:
+def _block_after(chain: Sequence[int], branches: Branches) -> Branches:
     """Return a row's block without its first token: the rest of the chain, and nodes below it."""
     tokens, parents = branches
     rest = max(len(chain) - 1, 0)
@@ -104,7 +101,7 @@ def _hung(chain: Sequence[int], branches: Branches) -> Branches:
 
 
 def _left_padded(contexts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids and whether they are attended, [rows, longest] each."""
+    """Return token ids and whether they are attended, [rows, longest] each."""
     width = max(map(len, contexts))
     ids = np.zeros((len(contexts), width), np.int64)
     attended = np.zeros((len(contexts), width), bool)

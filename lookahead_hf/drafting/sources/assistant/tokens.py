@@ -11,24 +11,24 @@ KEPT = 12
 """Newest tokens that every step encodes again, so that a word can still change its tokens."""
 
 REACH = 4
-"""Distance within which two encodings of the same text are expected to agree again."""
+"""Distance within which two encodings of one text are expected to agree again."""
 
 HELD_BACK = 8
 """Tokens after which a text is read although it ends inside a character."""
 
 PADDED = 0.02
-"""Part of a vocabulary by which two models of one tokenizer may differ. Different padding makes
-less than 0.5 %, different versions of a tokenizer more."""
+"""Relative difference that two vocabularies of one tokenizer may have. Padding makes less than
+0.5 %, another version of the tokenizer more."""
 
 BROKEN = "\ufffd"
-"""What the bytes of an unfinished character decode to."""
+"""The text of an unfinished character."""
 
 
 class SameTokens:
     """A row whose tokens `ids` are also the assistant's; `num_settled` of them cannot change."""
 
     def __init__(self, vocab_size: int) -> None:
-        """`vocab_size`: this id and higher ones (images, a larger padding) become 0."""
+        """Replace ids from `vocab_size` on (images, a larger padding) by 0."""
         self._vocab_size = vocab_size
         self.ids: list[int] = []
         self.num_settled = 0
@@ -45,9 +45,9 @@ class SameTokens:
 class Bridge:
     """A row in the tokens of an assistant with another vocabulary, while the target's text grows.
 
-    Only the newest tokens are decoded and encoded again, so a step costs the same in any text. If
-    two encodings disagree, they are joined at the first tokens that both have. A join that fails
-    costs drafts, never text.
+    Only the newest tokens are decoded and encoded again, so the cost does not grow with the text.
+    Disagreeing encodings are joined at the first tokens that both have. A failed join costs drafts,
+    never text.
     """
 
     def __init__(self, target_tokenizer: Any, assistant_tokenizer: Any) -> None:
@@ -60,10 +60,7 @@ class Bridge:
         self._num_read = 0  # target tokens whose text has been encoded
 
     def extend(self, context: np.ndarray) -> int:
-        """Read on in the context, [tokens]; return the number of unchanged ids.
-
-        Special tokens are not text and are left out.
-        """
+        """Read on in the context, [tokens]; return the number of unchanged ids."""
         unchanged = self.num_settled
         start = max(0, self._num_read - KEPT)
         known = _decode(self._target, context[start : self._num_read].tolist())
@@ -92,10 +89,7 @@ class Bridge:
         self.num_settled = count
 
     def translate(self, drafted: Sequence[int], context: np.ndarray) -> list[int]:
-        """Translate a draft after `ids` into target tokens that follow the context, [tokens].
-
-        There are none if the two texts do not agree.
-        """
+        """Translate a draft after `ids` into target tokens; none if the texts disagree."""
         before = self.ids[self.num_settled :]
         known = _decode(self._assistant, before)
         text = _decode(self._assistant, [*before, *drafted])[len(known) :].rstrip(BROKEN)
@@ -119,8 +113,7 @@ class Bridge:
 def differ(target_tokenizer: Any, assistant_tokenizer: Any) -> bool:
     """Return whether two tokenizers, if both are given, have different tokens for the same ids.
 
-    Raises:
-        ValueError: Only the assistant's is given, which is useless alone.
+    ValueError if only the assistant's is given.
     """
     if assistant_tokenizer is not None and target_tokenizer is None:
         raise ValueError(
@@ -135,10 +128,7 @@ def differ(target_tokenizer: Any, assistant_tokenizer: Any) -> bool:
 
 
 def check_sizes(target_size: int, assistant_size: int) -> None:
-    """Raise ValueError if an assistant without tokenizers cannot have the target's vocabulary.
-
-    Sizes of one vocabulary differ by the models' padding and by tokens for images.
-    """
+    """Raise ValueError if an assistant without tokenizers cannot have the target's vocabulary."""
     if abs(target_size - assistant_size) > PADDED * max(target_size, assistant_size):
         raise ValueError(
             f"the assistant has {assistant_size} token ids, the model {target_size}: they have "

@@ -1,1 +1,1 @@
-"""Drafts what a grammar forces, and leaves out what it forbids."""
+"""Drafts what a grammar forces, and drops what it forbids."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from lookahead_hf.draft import DraftTree, Evidence
-from lookahead_hf.drafting.drafter import BuiltInDrafter, Guard
+from lookahead_hf.drafting.drafter import BuiltInDrafter, Guard, warn_of_failure
 from lookahead_hf.drafting.sources.grammar.growth import PRIOR
 from lookahead_hf.drafting.sources.grammar.probe import Probe
 from lookahead_hf.drafting.sources.grammar.refinement import Refinement
@@ -24,14 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Row:
-    """A row's grammar behind the text that it has read.
-
-    Attributes:
-        grammar: The grammar.
-        vocabulary: The texts of its tokens, None if they are not known.
-        whitespace: What the text puts between the parts of its JSON.
-        num_read: Tokens that were read.
-    """
+    """A row's grammar after the `num_read` tokens of the text that it has read."""
 
     grammar: Grammar
     vocabulary: Vocabulary | None
@@ -39,7 +32,6 @@ class _Row:
     num_read: int = 0
 
     def read(self, emitted: np.ndarray) -> None:
-        """Go over the newest tokens of a text, [emitted]."""
         for token in emitted[self.num_read :].tolist():
             self.num_read += 1
             if not self.grammar.ended() and not self.grammar.advance(token):
@@ -63,15 +55,14 @@ class GrammarDrafter(BuiltInDrafter):
         grammar_of: Callable[[int], Grammar | None],
         vocabularies: MutableMapping[str, Vocabulary],
     ) -> None:
-        """Draft for the texts of a call.
+        """Draft with the grammars that `grammar_of` makes of rows, None for rows without one.
 
-        Args:
-            grammar_of: Makes the grammar of a row, None if the row has none.
-            vocabularies: What calls of the model keep of their tokenizers, by `Grammar.vocabulary`.
+        `vocabularies` is what the model's calls share of their tokenizers, by `Grammar.vocabulary`.
         """
         self._grammar_of, self._vocabularies = grammar_of, vocabularies
         self._rows: dict[int, _Row] = {}
-        self._guard = Guard(_warn)  # which warns once for all rows
+        lost = "a text whose grammar it cannot follow"
+        self._guard = Guard(partial(warn_of_failure, self.name, part=lost))  # once for all rows
         self.is_listed = False
 
     @property
@@ -83,6 +74,7 @@ class GrammarDrafter(BuiltInDrafter):
 
     @property
     def refines(self) -> bool:
+        """Whether `refine` is to see the draft of all sources."""
         return bool(self._rows)
 
     def begin(self, rows: Rows) -> None:
@@ -104,12 +96,9 @@ class GrammarDrafter(BuiltInDrafter):
 
     def _vocabulary(self, grammar: Grammar) -> Vocabulary | None:
         key = grammar.vocabulary
-        if key not in self._vocabularies:
-            texts = grammar.texts()
-            if texts is None:
-                return None
+        if key not in self._vocabularies and (texts := grammar.texts()) is not None:
             self._vocabularies[key] = Vocabulary(texts)
-        return self._vocabularies[key]
+        return self._vocabularies.get(key)
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
         return DraftTree.empty(rows.num_rows)
@@ -117,6 +106,10 @@ class GrammarDrafter(BuiltInDrafter):
     def refine(
         self, rows: Rows, tree: DraftTree, source: int, max_nodes: int, max_depth: np.ndarray
     ) -> DraftTree:
+        """Change the merged draft of all sources, of which this is number `source`.
+
+        A row keeps at most `max_nodes` nodes, none deeper than `max_depth`, [rows].
+        """
         drafts = []
         for row in range(rows.num_rows):
             draft = Refinement(tree, row, source, self.rates)
@@ -129,24 +122,13 @@ class GrammarDrafter(BuiltInDrafter):
         return _tree(drafts)
 
     def _refine(self, row: int, draft: Refinement, emitted: np.ndarray, max_nodes: int) -> bool:
-        """Prune and grow a row's draft behind its text, [emitted]."""
         state = self._rows[row]
         state.read(emitted)
         draft.run(Probe(state.grammar), state.whitespace, state.vocabulary, max_nodes)
         return True
 
 
-def _warn(error: Exception) -> None:
-    warnings.warn(
-        "the drafter 'grammar' failed and is left out of a text whose grammar it cannot follow: "
-        f"{type(error).__name__}: {error}",
-        RuntimeWarning,
-        stacklevel=3,
-    )
-
-
 def _tree(drafts: list[tuple[Refinement, list[int], list[int], list[float]]]) -> DraftTree:
-    """The draft of all rows, from the nodes that each of them keeps."""
     tree = DraftTree.from_rows(
         ([draft.tokens[node] for node in order], parents) for draft, order, parents, _ in drafts
     )

@@ -1,7 +1,7 @@
 """Grows what a grammar says to follow a node.
 
-What is drafted is a text, tokenized as a whole: a forced text has many tokenizations, and only the
-model knows which it takes. The usual one is nearly always right.
+A forced text has many tokenizations, and only the model knows which it takes. The usual one, of the
+text as a whole, is nearly always right.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from lookahead_hf.drafting.sources.grammar.vocabulary import Vocabulary
 from lookahead_hf.drafting.sources.grammar.whitespace import Whitespace
 
 CERTAIN, INSIDE, LAST, USUAL, BRANCH, CLOSE, AFTER = range(7)
-"""The buckets: the only allowed token; a token inside a forced text, where only the tokenization is
-a guess; its last token, which may melt into what follows; a token after usual whitespace; one of
-few alternatives; the end of a string or number; and what is forced behind one of these two."""
+"""The buckets: the only allowed token; a token inside a forced text; its last token, which may
+merge with what follows; a token after usual whitespace; one of few alternatives; the end of a
+string or number; and what is forced after one of these two."""
 
 PRIOR = (0.995, 0.95, 0.7, 0.7, 0.4, 0.15, 0.9)
 
@@ -43,10 +43,8 @@ class Growth:
     def below(self, node: int, text: bytes, *, guesses: bool = True) -> None:
         """Grow below a node at which the probe stands.
 
-        Args:
-            node: The node.
-            text: What the path down to the node adds to the text so far.
-            guesses: Whether alternatives follow what is certain; if not, the node is one of them.
+        `text` is what the path down to the node adds to the text. With `guesses`, alternatives
+        follow what is certain; without, the node is one of them.
         """
         moved = 0
         for find in (self._certain, self._text):
@@ -54,9 +52,9 @@ class Growth:
                 if not self._probe.advance(token):
                     self._probe.back(moved)
                     return
-                moved += 1
-                bucket = bucket if guesses or bucket == CERTAIN else AFTER
-                node, text = self._add(node, token, bucket), text + self._bytes(token)
+                moved, text = moved + 1, text + self._bytes(token)
+                is_after = not guesses and bucket != CERTAIN
+                node = self._add(node, token, AFTER if is_after else bucket)
         if guesses and not self._probe.grammar.ended():
             self._guess(node, text)
         self._probe.back(moved)
@@ -68,7 +66,7 @@ class Growth:
         return [(token, CERTAIN) for token in self._probe.forced_tokens()]
 
     def _text(self, before: bytes) -> list[tuple[int, int]]:
-        """The usual tokens of the text that follows, with their buckets."""
+        """Return the usual tokens of the text that follows, with their buckets."""
         text, certain = self._following(before)
         tokens, end = [], 0
         for token in self._encoded(text):
@@ -81,7 +79,7 @@ class Growth:
         return [] if self._vocabulary is None else self._vocabulary.encode(text)
 
     def _following(self, before: bytes) -> tuple[bytes, int]:
-        """The text that follows, with usual whitespace, and how many bytes of it are certain."""
+        """Return the text that follows, with usual whitespace, and its number of certain bytes."""
         probe, text, certain, is_certain, moved = self._probe, b"", 0, True, 0
         while self._vocabulary is not None and len(text) < MOST_BYTES:
             if probe.grammar.ended():
@@ -99,7 +97,7 @@ class Growth:
         return text, certain
 
     def _spaced(self, before: bytes) -> bytes:
-        """The only structural character that may follow, after the usual whitespace."""
+        """Return the only structural character that may follow, after the usual whitespace."""
         char = self._probe.only_structure()
         spaced = char and self._whitespace.before(char[0], before) + char
         return spaced if spaced == char or self._probe.allows(spaced) else char
@@ -139,7 +137,7 @@ class Growth:
         probe = self._probe
         char = next((each for each in closing if probe.allows(each)), b"")
         steps = probe.advance_text(char) if char else 0
-        is_value = steps > 0 and not probe.is_free()  # free text goes on behind a quote
+        is_value = steps > 0 and not probe.is_free()  # free text continues after a quote
         text = char + self._following(before + char)[0] if is_value else b""
         probe.back(steps)
         moved, bucket = 0, CLOSE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -14,11 +15,11 @@ from lookahead_hf.drafting.sources.grammar.vocabulary import Vocabulary
 from lookahead_hf.drafting.sources.grammar.whitespace import Whitespace
 
 LIKELY = 0.02
-"""Probability of a path from which on something is grown below it."""
+"""Least probability of a path below which something is grown."""
 
 OPERATIONS = 24
-"""Operations of the grammar per node of the draft after which nothing more is grown. An operation
-takes 1 to 5 us, so that the refinement stays far below the time of a forward."""
+"""Operations of the grammar per node of the draft after which nothing more is grown. Each takes 1
+to 5 us, so the refinement takes far less time than a forward."""
 
 Entry = tuple[int, int]
 """A source and a bucket."""
@@ -28,35 +29,25 @@ class Refinement:
     """The nodes of one row while they are pruned and grown."""
 
     def __init__(self, tree: DraftTree, row: int, source: int, rates: np.ndarray) -> None:
-        """Begin with the nodes of a row.
-
-        Args:
-            tree: The merged draft.
-            row: The row.
-            source: The number of the source "grammar".
-            rates: Its rates, [buckets] float32.
-        """
+        """Begin with the nodes of a row; the drafter is number `source`, with `rates` by bucket."""
         nodes, evidence = tree.row(row), tree.evidence
         assert evidence is not None
         self._source, self._rates = source, rates.tolist()
         self.tokens: list[int] = tree.token_ids[nodes].tolist()
         self.parents: list[int] = tree.parents[nodes].tolist()
-        paths = [*tree.score[nodes].tolist(), 1.0]  # the last one is the root's
-        given = zip(paths, self.parents, strict=False)
-        self._chances = [path / max(paths[parent], 1e-9) for path, parent in given]
+        paths = np.append(tree.score[nodes], 1.0)  # the last one is the root's
+        chances = paths[:-1] / paths[tree.parents[nodes]].clip(min=1e-9)
+        self._chances: list[float] = chances.tolist()
         offsets = evidence.offsets[nodes.start : nodes.stop + 1].tolist()
-        sources, buckets = evidence.source.tolist(), evidence.bucket.tolist()
-        entries = list(zip(sources, buckets, strict=True))
-        ends = zip(offsets, offsets[1:], strict=False)
-        self.entries: list[list[Entry]] = [entries[begin:end] for begin, end in ends]
+        entries = list(zip(evidence.source.tolist(), evidence.bucket.tolist(), strict=True))
+        self.entries: list[list[Entry]] = [entries[a:b] for a, b in pairwise(offsets)]
         self._given = len(self.tokens)
         self._children: dict[int, dict[int, int]] = {}
         for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
             self._children.setdefault(parent, {})[token] = node
-        self.operations = 0
 
     def add(self, parent: int, token: int, bucket: int) -> int:
-        """Add a node of the grammar; where another source proposes the same, both are counted."""
+        """Add a node of the grammar, or count both sources if another one proposes the same."""
         rate, known = self._rates[bucket], self._children.setdefault(parent, {})
         entry = self._source, bucket
         if (node := known.get(token)) is not None:
@@ -72,13 +63,9 @@ class Refinement:
         return node
 
     def run(
-        self,
-        probe: Probe,
-        whitespace: Whitespace,
-        vocabulary: Vocabulary | None,
-        max_nodes: int,
+        self, probe: Probe, whitespace: Whitespace, vocabulary: Vocabulary | None, max_nodes: int
     ) -> None:
-        """Prune and grow; the probe stands behind the last token, and does so again afterwards."""
+        """Prune and grow; the probe stands after the last token, and does so again afterwards."""
         growth = Growth(probe, whitespace, vocabulary, self.add)
         texts: Sequence[bytes] = () if vocabulary is None else vocabulary.texts
         most = OPERATIONS * max_nodes
@@ -90,8 +77,8 @@ class Refinement:
                 if child >= self._given:
                     continue  # it was checked when it grew
                 if probe.advance(token):
-                    behind = text + texts[token] if texts else b""
-                    visit(child, behind, chance * min(self._chances[child], 1.0))
+                    longer = text + texts[token] if texts else b""
+                    visit(child, longer, chance * min(self._chances[child], 1.0))
                     probe.back(1)
                 else:
                     del self._children[node][token]
@@ -99,15 +86,7 @@ class Refinement:
         visit(ROOT, b"", 1.0)
 
     def best(self, max_nodes: int, max_depth: int) -> tuple[list[int], list[int], list[float]]:
-        """Choose the likeliest nodes, parents first.
-
-        Args:
-            max_nodes: Most nodes.
-            max_depth: Greatest depth.
-
-        Returns:
-            The nodes, their parents among these, and the chances of their paths.
-        """
+        """Return the likeliest nodes, parents first, with their parents and path chances."""
         order, parents, chances = list[int](), list[int](), list[float]()
         queue = [(-1.0, ROOT, ROOT, 0)]
         while queue and len(order) <= max_nodes:

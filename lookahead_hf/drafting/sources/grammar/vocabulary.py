@@ -6,19 +6,14 @@ import re
 from collections.abc import Sequence
 
 _SPLIT = re.compile(rb"(?<=\s)(?= \S)")
-"""Tokenizers leave the last space of several to the word behind it."""
-
-
-_MOST_KEPT = 4096
-"""Texts whose tokens are remembered."""
+"""Tokenizers leave the last of several spaces to the next word."""
 
 
 class Vocabulary:
-    """Texts of tokens as far as drafting needs them."""
+    """The bytes of every token id, `texts`, and the tokens of the `most_kept` latest texts."""
 
-    def __init__(self, texts: Sequence[bytes]) -> None:
-        """`texts`: the bytes of every token id."""
-        self.texts = texts
+    def __init__(self, texts: Sequence[bytes], most_kept: int = 4096) -> None:
+        self.texts, self._most_kept = texts, most_kept
         # SentencePiece has tokens of single bytes first; later ids are the usual ones.
         self._token_of = {bytes(text): token for token, text in enumerate(texts)}
         self._encoded: dict[bytes, list[int]] = {}
@@ -26,14 +21,14 @@ class Vocabulary:
     def encode(self, text: bytes) -> list[int]:
         """Return the tokens that a tokenizer makes of a text, up to the first byte it lacks.
 
-        Tokens of byte pair encodings are numbered in the order in which they are merged, so the
-        numbers are enough. Where they are not, a draft is wrong and nothing else.
+        Byte pair encodings number tokens in the order of their merges, so the numbers are enough.
+        For other tokenizers a draft may be wrong, nothing else.
         """
         if text not in self._encoded:
             merged = [piece for part in _SPLIT.split(text) for piece in self._merged(part)]
             tokens = [self._token_of.get(piece) for piece in merged]
             end = tokens.index(None) if None in tokens else len(tokens)
-            if len(self._encoded) >= _MOST_KEPT:
+            if len(self._encoded) >= self._most_kept:
                 self._encoded.clear()
             self._encoded[text] = [token for token in tokens[:end] if token is not None]
         return self._encoded[text]
@@ -50,7 +45,7 @@ class Vocabulary:
         return pieces
 
     def longest(self, tokens: list[int]) -> list[int]:
-        """Return those tokens whose text begins no other one's: `name` of `n`, `na`, `name`."""
+        """Return the tokens whose text begins no other one's: `name` of `n`, `na`, `name`."""
         texts = {bytes(self.texts[token]): token for token in tokens}
         return [
             token

@@ -8,7 +8,7 @@ _QUOTE, _ESCAPE = b'"\\'
 
 
 class Whitespace:
-    """Remembers the latest whitespace behind `:`, `,` and brackets, for each depth of nesting."""
+    """Remembers the latest whitespace after `:`, `,` and brackets, for each depth of nesting."""
 
     def __init__(self) -> None:
         self._usual: dict[tuple[int, int], bytes] = {}
@@ -18,7 +18,6 @@ class Whitespace:
         self._last, self._space = 0, b""  # what came before the whitespace that is being read
 
     def learn(self, text: bytes) -> None:
-        """Read more of the text."""
         for char in text:
             if self._is_quoted:
                 is_end = char == _QUOTE and not self._is_escaped
@@ -44,12 +43,7 @@ class Whitespace:
         self._last, self._space = char, b""
 
     def before(self, char: int, text: bytes) -> bytes:
-        """Return what usually stands before a structural character.
-
-        Args:
-            char: The character.
-            text: What follows the text that was read, as far as it is known.
-        """
+        """Return what usually stands before a structural character after the unread `text`."""
         depth = self._depth - (char in _CLOSING)
         for bracket in _OPENING:
             depth += text.count(bracket)
@@ -60,7 +54,7 @@ class Whitespace:
 
 
 def _place(last: int, char: int) -> int:
-    """The character that whitespace between two others belongs to, 0 if it is none of ours."""
+    """Return the character that the whitespace between two others belongs to, 0 for none."""
     if char in _CLOSING:
         return char
     return last if last in b":,{[" else 0

@@ -1,1 +1,1 @@
-"""Heads of the target that draft: they predict further tokens from its last hidden states."""
+"""Heads that draft from the target's last hidden states."""

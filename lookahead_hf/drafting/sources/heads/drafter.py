@@ -23,17 +23,16 @@ from lookahead_hf.rows import Rows
 from lookahead_hf.runner.cuda.transfer import pinned
 
 MOST_TOKENS = 64
-"""The upper limit of the options that count tokens."""
+"""Upper limit of options that count tokens."""
 
 
 class HeadsDrafter(BuiltInDrafter):
-    """Drafts from heads, of which each predicts the token at one place ahead of the text."""
+    """Drafts from heads, each of which predicts the token at one place ahead of the text."""
 
     num_buckets = NUM_BUCKETS
     reads_hidden_states: ClassVar[bool] = True
 
     def __init__(self, top_k: int, beam: int, vocab_size: int | None) -> None:
-        """Check the drafter's options; ValueError if one is out of its range."""
         check_int(f"{self.name}: top_k", top_k, 1, MOST_TOKENS)
         check_int(f"{self.name}: beam", beam, 1, MOST_TOKENS)
         self._picks, self._beam = Likeliest(top_k, vocab_size), beam
@@ -53,12 +52,7 @@ class HeadsDrafter(BuiltInDrafter):
         raise NotImplementedError
 
     def _tree(self, rows: Rows, logits: torch.Tensor) -> DraftTree:
-        """Return the drafts of the live rows.
-
-        Args:
-            rows: The texts.
-            logits: Of the places ahead, the nearest first, [rows, places, vocab].
-        """
+        """Return the live rows' drafts; logits of the places ahead are [rows, places, vocab]."""
         num_rows, depths = logits.shape[:2]
         row, place = np.indices((num_rows, depths)).reshape(2, -1)
         tokens, classes, _ = self._picks.pick(logits, row, place)
@@ -72,13 +66,8 @@ class HeadsDrafter(BuiltInDrafter):
         return tree_of(growths)
 
 
-def taken(states: torch.Tensor, places: np.ndarray) -> torch.Tensor:
-    """Copy some of each row's hidden states without waiting for the device.
-
-    Args:
-        states: [rows, width, hidden].
-        places: Their indices, [rows, count] int64.
-    """
+def gather_states(states: torch.Tensor, places: np.ndarray) -> torch.Tensor:
+    """Copy the hidden states at `places`, [rows, count] int64, without waiting for the device."""
     return states.take_along_dim(on_device(places, states.device)[..., None], 1)
 
 
@@ -88,14 +77,14 @@ def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 class Heads(dict[str, tuple[Any, Any]]):
-    """Heads that draft, by the drafter's name, each with what it was loaded for."""
+    """Loaded heads by the drafter's name, each with the key it was loaded for."""
 
     def release(self) -> None:
-        """Do nothing more: a call in progress keeps its heads until it ends."""
+        """Do nothing: a call in progress keeps its heads until it ends."""
 
 
 def kept_heads(model: Any, name: str, key: tuple[Any, ...], load: Callable[[], Any]) -> Any:
-    """Return the heads that are kept with a model, loaded anew if the key has changed."""
+    """Return the heads that are kept with a model, loaded again if the key has changed."""
     heads = kept(model, Heads, Heads)
     with state_of(model).lock:
         found = heads.get(name)

@@ -1,8 +1,8 @@
-"""Drafts from Medusa-1 heads (arXiv:2401.10774), which lie in a file beside the model.
+"""Drafts from Medusa-1 heads (arXiv:2401.10774) in a file.
 
-Head k reads the last hidden state alone and predicts the token that is `k + 1` places behind the
-next one. No head knows what another predicts, so the candidates of one place follow several of the
-place before it.
+Head k reads the last hidden state alone and predicts the token `k + 1` places after the next one.
+No head knows what another predicts, so the candidates of a place follow several of the place
+before.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn.functional import linear, silu
 
 from lookahead_hf import compat
 from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.drafting.sources.heads.drafter import HeadsDrafter, kept_heads, taken
+from lookahead_hf.drafting.sources.heads.drafter import HeadsDrafter, gather_states, kept_heads
 from lookahead_hf.rows import Rows
 
 Head = tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
@@ -50,8 +50,8 @@ class MedusaDrafter(HeadsDrafter):
             vocab_size: Token ids of the target; higher ids are never drafted.
 
         Raises:
-            ValueError: An option is out of its range, the file cannot be read, or what is in it are
-                not Medusa-1 heads of this model.
+            ValueError: An option is out of its range, or the file does not hold Medusa-1 heads of
+                this model.
         """
         super().__init__(top_k, beam, vocab_size)
         self._path = _checked(path)
@@ -78,7 +78,7 @@ class MedusaDrafter(HeadsDrafter):
     def _keep(self, rows: Rows, verdict: Verdict, states: torch.Tensor) -> None:
         last = [verdict.accepted(row)[-1:] for row in range(rows.num_rows)]
         places = np.array([1 + int(node[0]) if len(node) else 0 for node in last], np.int64)
-        self._last = taken(states, places[:, None])[:, 0]
+        self._last = gather_states(states, places[:, None])[:, 0]
 
     @torch.no_grad()
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
@@ -111,7 +111,6 @@ def _checked(path: Any) -> Path:
 
 
 def _read(path: Path, move: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Read the tensors of a file."""
     try:
         with torch.inference_mode(False):  # later calls may run outside of it
             if path.suffix == ".safetensors":
@@ -126,11 +125,7 @@ def _read(path: Path, move: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _heads_of(tensors: dict[str, torch.Tensor], vocab_size: int, hidden: int) -> list[Head]:
-    """Sort the tensors of a file into heads.
-
-    Raises:
-        ValueError: They are not Medusa-1 heads of a model of this size.
-    """
+    """Sort the tensors of a file into heads; ValueError if they do not fit a model of this size."""
     left = {name.removeprefix("medusa_head."): tensor for name, tensor in tensors.items()}
 
     def take(name: str, *shape: int) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Drafts from the multi-token-prediction layers that a checkpoint has beside its model.
+"""Drafts from a checkpoint's multi-token-prediction layers.
 
-DeepSeek-V3 (arXiv:2412.19437) trains layers that read the model's last hidden states together with
-the next tokens, and predict one token further each. Going on from a layer's own output drafts more
-tokens than there are layers.
+DeepSeek-V3 (arXiv:2412.19437) trains layers that read the model's last hidden states and the next
+tokens, and predict one token further each. Going on from a layer's own output drafts more tokens
+than there are layers.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.sources.heads.drafter import (
     MOST_TOKENS,
     HeadsDrafter,
+    gather_states,
     kept_heads,
     on_device,
-    taken,
 )
 from lookahead_hf.rows import Rows
 
@@ -34,10 +34,10 @@ PIECE = 512
 class MtpDrafter(HeadsDrafter):
     """Runs the layers over the verified tokens, in a cache of their own, and then ahead of them.
 
-    Layer k reads the hidden states of a token and the token `k + 1` places behind it. So the last
-    hidden states that are known meet drafted tokens in all layers but the first. These columns are
-    dropped from the cache after the draft, and the layers read the hidden states again in the next
-    step. In the cache a row may have columns that stand for nothing, where another row kept more.
+    Layer k reads the hidden states of a token and the token `k + 1` places after it. So the last
+    known hidden states meet drafted tokens in all layers but the first. These columns leave the
+    cache after the draft, and the next step reads the hidden states again. A row may have empty
+    columns in the cache, where another row kept more.
     """
 
     name: ClassVar[str] = "mtp"
@@ -104,7 +104,7 @@ class MtpDrafter(HeadsDrafter):
             places[row, 1:count] = verdict.accepted(row) + 1
             end = len(rows.context(row)) - 1
             columns[row, :count] = np.arange(end - count, end)
-        self._states.append(taken(states, places))
+        self._states.append(gather_states(states, places))
         self._columns.append(columns)
 
     @torch.no_grad()
@@ -112,7 +112,7 @@ class MtpDrafter(HeadsDrafter):
         columns, places = self._unread()
         if not columns.size:
             return DraftTree.empty(rows.num_rows)
-        states = taken(torch.cat(self._states, 1), places)
+        states = gather_states(torch.cat(self._states, 1), places)
         if self._cache is None:
             self._cache = compat.mtp_cache(rows.num_rows, states.device)
         ahead = columns + 1 + np.arange(self._num_layers)[:, None, None]  # what each layer reads
@@ -143,7 +143,7 @@ class MtpDrafter(HeadsDrafter):
     def _read(
         self, states: torch.Tensor, columns: torch.Tensor, tokens: list[torch.Tensor]
     ) -> None:
-        """Let all layers read columns behind which the text is known; see `_write`."""
+        """Let all layers read columns whose following text is known; see `_write`."""
         self._extend(columns)
         for layer, ids in enumerate(tokens):
             states = self._run(layer, states, columns, ids)
@@ -156,8 +156,7 @@ class MtpDrafter(HeadsDrafter):
     ) -> torch.Tensor:
         """Read the newest columns, and draft the likeliest chain without waiting for the device.
 
-        Returns:
-            Logits of the places ahead, [rows, `num_draft`, vocab].
+        Returns the logits of the places ahead, [rows, `num_draft`, vocab].
         """
         logits: list[torch.Tensor] = []
         self._extend(columns)
@@ -177,7 +176,7 @@ class MtpDrafter(HeadsDrafter):
     def _run(
         self, layer: int, states: torch.Tensor, columns: torch.Tensor, tokens: torch.Tensor
     ) -> torch.Tensor:
-        """Run a layer, whose tokens are `layer + 1` places behind the columns."""
+        """Run a layer, whose tokens are `layer + 1` places after the columns."""
         positions = columns + 1 + layer
         ran: torch.Tensor = self._heads.forward_layer(
             layer, states, positions, self._cache, input_ids=tokens

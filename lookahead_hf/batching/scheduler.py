@@ -1,0 +1,75 @@
+"""Decides which requests have rows, and which tokens of prompts a step reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+
+import numpy as np
+
+from lookahead_hf.batching.request import Job
+
+CHUNK = 128
+"""Most tokens of prompts that a step reads beside the rows that decode.
+
+With SmolLM2-135M in bfloat16 on one core, a prompt of 1,418 tokens held other rows up for 1.2 s. In
+such chunks they wait 0.17 s, and the queue takes as long as before.
+"""
+
+
+class Scheduler:
+    """Gives rows to requests, and the tokens of a step to the prompts that are being read.
+
+    Attributes:
+        jobs: The requests in progress by row.
+        reading: Prompts that are read beside the steps of other rows, by row, [tokens] int64.
+        max_batch_tokens: Most tokens of a step, None for any number.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        waiting: Callable[[Set[int]], Job | None],
+        max_batch_tokens: int | None = None,
+    ) -> None:
+        """`waiting`: returns the next request that brings none of these objects."""
+        self.jobs: dict[int, Job] = {}
+        self.reading: dict[int, np.ndarray] = {}
+        self.max_batch_tokens = max_batch_tokens
+        self._num_rows, self._waiting = num_rows, waiting
+
+    @property
+    def free_rows(self) -> list[int]:
+        """Rows without a request."""
+        return [row for row in range(self._num_rows) if row not in self.jobs]
+
+    def next_job(self) -> Job | None:
+        """Return the next request that can be decoded beside those in progress."""
+        in_use = frozenset[int]().union(*(job.objects for job in self.jobs.values()))
+        return self._waiting(in_use)
+
+    def is_reading(self, prompt_ids: np.ndarray) -> bool:
+        """Return whether some row is in the middle of this prompt, [tokens] int64."""
+        return any(np.array_equal(ids, prompt_ids) for ids in self.reading.values())
+
+    def budget(self, num_decoding: int) -> int:
+        """Return how many tokens of prompts a step may read beside those that decode."""
+        return CHUNK if self.max_batch_tokens is None else self.max_batch_tokens - num_decoding
+
+    def schedule(self, token_budget: int, num_read: np.ndarray) -> dict[int, np.ndarray]:
+        """Return the next chunk of each prompt, by row, [tokens] int64; the first read come first.
+
+        Args:
+            token_budget: Most tokens of all chunks.
+            num_read: Tokens of each row that are in the cache, [rows].
+        """
+        chunks = {}
+        for row, ids in self.reading.items():
+            first = int(num_read[row])
+            chunks[row] = ids[first : first + token_budget]
+            token_budget -= len(chunks[row])
+        return chunks
+
+    def free(self, row: int) -> None:
+        """End the request of a row."""
+        self.jobs.pop(row, None)
+        self.reading.pop(row, None)

@@ -1,0 +1,139 @@
+"""Stopping criteria row by row, with the answers that plain `generate` gets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+
+_KNOWN = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
+"""Criteria, by exact type, whose answer for a row depends on that row alone."""
+
+
+def knows_criterion(criterion: Any) -> bool:
+    """Return whether a criterion's answer for a row depends on that row alone, without state."""
+    return type(criterion) in _KNOWN
+
+
+class RowStopping:
+    """One call's stopping criteria, for rows that advance by different counts.
+
+    Lengths, times and eos ids are compared as numbers; stop strings are matched only after a token
+    that can end one. If there is a criterion of another class, the whole list is called as in plain
+    generation, which is possible for a single row only.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, num_rows: int) -> None:
+        self._criteria = criteria
+        self._num_rows = num_rows
+        self._unknown = [c for c in criteria if not knows_criterion(c)]
+        if type(criteria) is not StoppingCriteriaList:
+            self._unknown.append(criteria)
+        self._lengths = [c for c in criteria if type(c) is MaxLengthCriteria]
+        self._times = [c for c in criteria if type(c) is MaxTimeCriteria]
+        self._strings = [_StopStrings(c) for c in criteria if type(c) is StopStringCriteria]
+        self._eos = frozenset(
+            token
+            for c in criteria
+            if type(c) is EosTokenCriteria
+            for token in c.eos_token_id.reshape(-1).tolist()
+        )
+        self._max_length = min((c.max_length for c in self._lengths), default=None)
+
+    @property
+    def has_eos(self) -> bool:
+        """Whether plain feeds finished rows pads instead of real tokens."""
+        return any(hasattr(c, "eos_token_id") for c in self._criteria)
+
+    @property
+    def all_known(self) -> bool:
+        """Whether every class is known; an unknown one may draw random numbers."""
+        return not self._unknown
+
+    def unserved(self) -> str | None:
+        """Return the class that cannot be asked row by row in this batch, None if there is none.
+
+        Without an eos criterion plain goes on with finished rows until all have finished. Only
+        criteria that end all rows at the same length are served then.
+        """
+        if self._num_rows == 1:
+            return None
+        if self._unknown:
+            return type(self._unknown[0]).__name__
+        uneven = [c for c in self._criteria if type(c) in (MaxTimeCriteria, StopStringCriteria)]
+        return type(uneven[0]).__name__ if uneven and not self.has_eos else None
+
+    def stops(
+        self,
+        token_id: int,
+        num_columns: int,
+        ids: Callable[[], torch.Tensor],
+        scores: Callable[[], Any],
+    ) -> bool:
+        """Return whether the row's text ends with the token that it has just emitted.
+
+        Args:
+            token_id: The row's newest token.
+            num_columns: Its columns in plain's batch, including prompt pads and the newest token.
+            ids: Returns the row as plain holds it, [1, columns]; called only if needed.
+            scores: Returns the `scores` that plain passes to criteria; called only if needed.
+        """
+        if self._unknown:
+            prefix = ids()
+            unfinished = torch.ones(1, dtype=torch.long, device=prefix.device)
+            return bool((unfinished & ~self._criteria(prefix, scores())).max() == 0)
+        ended = self._max_length is not None and num_columns >= self._max_length
+        self._warn(num_columns)
+        if self._times:
+            ended |= any(time.time() - c.initial_timestamp > c.max_time for c in self._times)
+        ended |= token_id in self._eos
+        return ended or any(c.end_with(token_id, ids) for c in self._strings)
+
+    def ended(self, ids: torch.Tensor, going: np.ndarray, scores: Any) -> np.ndarray:
+        """Ask all criteria about a whole batch, as plain does.
+
+        Args:
+            ids: The batch as plain holds it, [rows, columns].
+            going: Rows that no criterion has ended so far, [rows] bool.
+            scores: The `scores` that plain passes to criteria.
+
+        Returns:
+            Rows that a criterion has ended, [rows] bool.
+        """
+        unfinished = torch.from_numpy(going.astype(np.int64)).to(ids.device)
+        unfinished = unfinished & ~self._criteria(ids, scores)
+        return unfinished.to("cpu").numpy() == 0
+
+    def _warn(self, num_columns: int) -> None:
+        """Let length criteria warn of a text of so many columns, which may outgrow the model."""
+        for c in self._lengths:
+            if c.max_position_embeddings is not None and num_columns > c.max_position_embeddings:
+                c(torch.empty(1, num_columns), None)
+
+
+class _StopStrings:
+    """A stop string criterion that is asked only after tokens that can end a stop string."""
+
+    def __init__(self, criterion: StopStringCriteria) -> None:
+        self._criterion = criterion
+        first = criterion.max_valid_positions * criterion.num_stop_strings
+        ends = criterion.embedding_vec[:, first:-1]  # [vocab + 1, strings * ends]
+        self._can_end = (ends > 0).any(1).cpu().numpy()
+        self._always = bool((criterion.target_lens <= 0).any())
+
+    def end_with(self, token_id: int, ids: Callable[[], torch.Tensor]) -> bool:
+        """Return whether the row's text ends in one of the strings."""
+        token = min(token_id, len(self._can_end) - 1)
+        if not self._can_end[token] and not self._always:
+            return False
+        return bool(self._criterion(ids(), None)[0])

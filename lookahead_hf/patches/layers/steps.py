@@ -1,0 +1,105 @@
+"""How the steps of one call run the model's layers on a CPU."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from lookahead_hf.call import execution
+from lookahead_hf.kernels.cpu import team
+from lookahead_hf.model.compiled import is_compiled
+from lookahead_hf.model_state import state_of
+from lookahead_hf.ngram_pool import compilation
+from lookahead_hf.patches.layers.compiled import CompiledLayers
+from lookahead_hf.patches.layers.step import Broken
+from lookahead_hf.patches.layers.trial import width_of
+
+_logger = logging.getLogger(__name__)
+
+
+class CompiledSteps:
+    """The steps of one call, whose layers run by the kernels or by their own code.
+
+    Attributes:
+        is_used: Whether kernels computed layers in the latest step, or will in the first one.
+        counts: Layers of the latest step by how they ran, "compiled" or "model"; empty if the call
+            does not use the kernels.
+        reasons: Why layers ran their own code so far, values of `execution`.
+        was_timed: Whether the latest step ran several times, to find out which way is faster.
+    """
+
+    was_timed = False
+
+    def __init__(self, model: nn.Module, refusal: str | None = None) -> None:
+        """Describe the model's layers, or those that have changed since the last call.
+
+        Args:
+            model: The target.
+            refusal: Why the call does not use the kernels, None if it may.
+        """
+        refusal = refusal or _refusal(model)
+        self._layers = None if refusal else _kept(model)
+        self.reasons = {refusal} if refusal else set[str]()
+        self.counts: dict[str, int] = {}
+        if self._layers is not None:
+            self.reasons |= self._layers.refused
+            self._lost = self._layers.trial.lost  # in one call a width goes one way
+        self.is_used = self._layers is not None and bool(self._layers.units)
+
+    def run(self, forward: Callable[[], Any], num_tokens: int) -> Any:
+        """Run a forward of `num_tokens` tokens, with the kernels where nothing forbids it.
+
+        `forward` may be called several times.
+        """
+        layers, self.is_used = self._layers, False
+        if layers is None or not layers.units:
+            return forward()
+        width = width_of(num_tokens)
+        reason = execution.SLOWER if width in self._lost else layers.refusal()
+        if reason is None:
+            try:
+                self.was_timed = layers.is_due(width)
+                if self.was_timed:
+                    layers.trial.time(width, forward, lambda: layers.run(forward))
+                outputs, step = layers.run(forward)
+            except Broken:
+                _logger.info("a forward runs again without the kernels", exc_info=True)
+                self._layers, reason = None, execution.OUT_OF_ORDER
+            else:
+                self._note(step.num_computed, step.num_own + layers.num_refused)
+                self.reasons |= step.reasons
+                return outputs
+        self._note(0, len(layers.units) + layers.num_refused)
+        self.reasons.add(reason)
+        return forward()
+
+    def _note(self, by_kernels: int, by_own_code: int) -> None:
+        """Note how many layers of the latest step ran in which way."""
+        self.is_used = by_kernels > 0
+        self.counts = {execution.COMPILED: by_kernels, execution.MODEL: by_own_code}
+
+
+def _refusal(model: nn.Module) -> str | None:
+    """Return why a call cannot use the kernels, None if it can; start to compile them."""
+    kernels = compilation.of_kernels
+    if is_compiled(model):
+        return execution.BY_TORCH
+    if not team.has_torchs_threads():
+        return execution.NO_OPENMP
+    if kernels.compiled() or (compilation.ready() and kernels.ready()):  # after those of drafting
+        return None
+    is_failed = not (compilation.available() and kernels.available())
+    return execution.NO_COMPILER if is_failed else execution.COMPILING
+
+
+def _kept(model: nn.Module) -> CompiledLayers:
+    """Return the model's compiled layers, described again if the model has changed."""
+    state = state_of(model)
+    with state.lock:
+        kept = state.get(CompiledLayers)
+        if kept is None or not kept.is_current():
+            kept = state.put(CompiledLayers(model))
+        return kept

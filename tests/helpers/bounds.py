@@ -1,0 +1,120 @@
+"""Checks that the compiled kernels stay within weights, buffers and caches, in every call."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lookahead_hf.kernels.cpu import fields
+from lookahead_hf.kernels.cpu.program import MOST_TOKENS, Plan
+from lookahead_hf.patches.layers import step
+from lookahead_hf.patches.layers.descriptions import numbers_at
+from lookahead_hf.patches.layers.programs import Program
+from lookahead_hf.patches.layers.room import Room, Unit
+
+
+@contextmanager
+def bounds_checked() -> Iterator[list[Unit]]:
+    """Check every plan and every program before it is used; yield the units that were checked."""
+    done: list[Unit] = []
+    plan_of, launch = step.plan_of, Room._launch
+
+    def planned(mask: Any, group: Any, *rest: Any) -> Plan | None:
+        plan = plan_of(mask, group, *rest)
+        if plan is not None:
+            check_plan(plan, len(group.dropped), group.capacity)
+        return plan
+
+    def launched(self: Room, units: Sequence[Unit], num_tokens: int, floats: int) -> None:
+        for unit in units:
+            check_unit(self, unit, num_tokens, floats)
+        done.extend(units)
+        launch(self, units, num_tokens, floats)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step, "plan_of", planned)
+        patch.setattr(Room, "_launch", launched)
+        yield done
+
+
+def check_unit(room: Room, unit: Unit, num_tokens: int, floats: int) -> None:
+    """Check the program of a unit, whose addresses are filled in."""
+    own = unit.program
+    memory: dict[int | str, torch.UntypedStorage] = {
+        at: weight.tensor.untyped_storage() for at, weight in enumerate(own.weights)
+    }
+    memory |= {name: room._buffer(name, own).untyped_storage() for name in own.buffers}
+    check_bounds(own, room._ops[unit.first : unit.first + len(own.ops)], memory, num_tokens, floats)
+
+
+def check_plan(plan: Plan, rows: int, capacity: int) -> None:
+    """Check that tokens are written and seen within a cache of `rows` times `capacity` slots."""
+    segments, tails, slots = plan.segments, plan.tails, plan.slots
+    begins, ends = segments[:, fields.BEGIN], segments[:, fields.END]
+    firsts, counts = segments[:, fields.FIRST], segments[:, fields.COUNT]
+    row_slots = segments[:, fields.ROW_SLOT]
+    _check("slots", bool(((slots >= 0) & (slots < rows * capacity)).all()))
+    _check("rows", bool(((row_slots >= 0) & (row_slots <= (rows - 1) * capacity)).all()))
+    _check("runs", bool(((begins >= 0) & (begins <= ends) & (ends <= capacity)).all()))
+    _check("tails", bool(((tails >= 0) & (tails < capacity)).all()))
+    _check("tokens", firsts.tolist() == (counts.cumsum() - counts).tolist())
+    _check("tokens of the block", int(counts.sum()) == len(slots))
+
+
+def check_bounds(
+    program: Program,
+    ops: np.ndarray,
+    memory: Mapping[int | str, torch.UntypedStorage],
+    num_tokens: int,
+    floats: int,
+) -> None:
+    """Check that a program reads and writes only inside its tensors.
+
+    Args:
+        program: The program.
+        ops: Its operations with all addresses, [operations, fields].
+        memory: Memory of each weight, by its number, and of each buffer, by its name.
+        num_tokens: Tokens of the block.
+        floats: Float32 numbers that a thread has room for.
+    """
+    _check("tokens", 0 < num_tokens <= MOST_TOKENS)
+    for op, field, of, _ in program.places:
+        start, count = int(ops[op, field]), numbers_at(program.ops[op]).get(field, 0)
+        count *= 1 if isinstance(of, int) else num_tokens
+        if own := memory.get(of):
+            last = own.data_ptr() + own.nbytes() - count * program.dtype.itemsize
+            _check(f"field {field} of operation {op}", own.data_ptr() <= start <= last)
+        else:
+            _check(f"the address of {of}", start != 0 or not count)
+    for op, values in enumerate(ops):
+        _check(f"scratch of operation {op}", _scratch(values, num_tokens) <= floats)
+
+
+def _scratch(op: np.ndarray, num_tokens: int) -> int:
+    """Return the float32 numbers that a thread writes during an operation."""
+    kind = op[fields.KIND]
+    if kind in (fields.LINEAR, fields.GATED):
+        return int(op[fields.PIECE]) * num_tokens * (2 if kind == fields.GATED else 1)
+    if kind != fields.ATTEND:
+        return 2 * int(op[fields.SIZE])
+    plan = _longs(op[fields.PLAN], fields.PLAN_FIELDS)
+    size = int(plan[fields.NUM_SEGMENTS]) * fields.SEGMENT_FIELDS
+    counts = _longs(plan[fields.SEGMENTS], size)[fields.COUNT :: fields.SEGMENT_FIELDS]
+    _check("tokens of a plan", int(counts.sum()) == num_tokens)
+    return int(counts.max() * (plan[fields.PITCH] + op[fields.SIZE])) + 64
+
+
+def _longs(address: int, count: int) -> np.ndarray:
+    """Return int64 numbers at an address."""
+    return np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(int(address)))
+
+
+def _check(what: str, fits: bool) -> None:
+    if not fits:
+        raise IndexError(f"the kernels would read or write outside of their room: {what}")

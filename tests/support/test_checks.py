@@ -1,0 +1,50 @@
+"""One list of checks, of which each purpose has its part."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import lookahead_hf
+from lookahead_hf.fallback import FallbackReason, Unserved
+from lookahead_hf.support import checks
+from lookahead_hf.support.checks import Purpose
+from tests.helpers.architectures import build
+from tests.helpers.encoder_decoder import tiny_pair
+from tests.helpers.models import tiny
+
+PACKAGE = Path(lookahead_hf.__file__).parent
+OFFERED = {"admit", "admit_call", "on_device", "takes_flat"}
+
+
+def refusal(model: object, purpose: Purpose) -> FallbackReason | None:
+    try:
+        checks.admit(model, purpose)
+    except Unserved as unserved:
+        return unserved.reason
+    return None
+
+
+@pytest.mark.parametrize("purpose", Purpose)
+def test_an_ordinary_model_is_admitted_for_all_purposes(purpose: Purpose) -> None:
+    assert refusal(tiny("llama"), purpose) is None
+
+
+def test_each_purpose_has_checks_of_its_own() -> None:
+    found = {purpose: refusal(build("lfm2"), purpose) for purpose in Purpose}
+    stateful = FallbackReason.STATEFUL
+    assert found == dict.fromkeys(Purpose) | {
+        Purpose.ASSISTANT: stateful,
+        Purpose.REQUESTS: stateful,
+    }
+    found = {purpose: refusal(tiny_pair("t5"), purpose) for purpose in Purpose}
+    assert found == dict.fromkeys(Purpose) | {Purpose.REQUESTS: FallbackReason.CONTINUOUS_BATCHING}
+
+
+def test_callers_make_no_lists_of_their_own() -> None:
+    used: set[str] = set()
+    for path in PACKAGE.rglob("*.py"):
+        used.update(re.findall(r"\bchecks\.(\w+)\(", path.read_text()))
+    assert used == OFFERED
