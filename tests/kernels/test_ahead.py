@@ -138,7 +138,7 @@ def test_a_process_ends_with_the_kernel_that_the_thread_has_begun() -> None:
         "    def warmup(self, **_): print('compiled', flush=True); time.sleep(0.3)\n"
         "kernel = Kernel()\n"
         "def compile():\n"
-        "    for size in range(1000): _launch.launch(kernel, (1,), nothing, SIZE=size)\n"
+        "    for size in range(50): _launch.launch(kernel, (1,), nothing, SIZE=size)\n"
         "ahead.compile_beside(torch.device('cpu'), compile)\n"
         "time.sleep(0.1)\n"
     )
