@@ -13,16 +13,20 @@ from lookahead_hf.cli.screen import CommandError
 if TYPE_CHECKING:
     import torch
 
-MOST_ULPS = 4
+MOST_ULPS = 6
 """Rounding may move two logits this far against each other, in units of the last place.
 
 The unit is that of the larger logit, or of the median size of the step's logits if that is more:
 the error comes from the hidden state and does not shrink with a single logit. In bfloat16, blocks
 of 1 to 17 tokens moved two logits of 6.4 by 0.22 against each other, 7 units of their own, where
 the other logits are near -10.
+
+Over 395 steps of SmolLM2-135M, plain single tokens, blocks by torch and compiled layers have the
+same error against float32: 0.071, 0.072 and 0.075 for one of the five best logits (its standard
+deviation), so that two ways move two logits by 2.3 units against each other, and seldom by 5.
 """
 
-SHIFTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
+SHIFTS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)
 """Shifts of a logit that are tried, in units of the last place."""
 
 Text = Sequence[int]
