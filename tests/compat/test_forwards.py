@@ -59,6 +59,7 @@ def test_a_forward_without_source_that_takes_a_mask_is_not_served() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")  # from torch 2.14 on
 def test_other_forwards_without_source_are_no_obstacle() -> None:
     model = tiny("llama")
     model.model.layers[0].extra = without_source(IDENTITY, nn.Module)()
