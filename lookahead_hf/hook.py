@@ -24,7 +24,6 @@ from lookahead_hf.utils.wrappers import unwrap
 
 _Model = TypeVar("_Model")
 
-
 LOADING_SECONDS = 2.0
 """Longest time that `enable` waits for numba's functions. Compiled earlier, they are loaded in one
 second; beside a call, loading would make each of its operations wait for the interpreter."""
