@@ -81,7 +81,7 @@ def test_what_does_not_generate_is_refused(model: Any) -> None:
         ):
             lookahead_hf.pipeline("text-classification", given, tokenizer=characters())
     assert "generate" not in vars(model)
-    with pytest.raises(ValueError, match="speculative='fast'"):
+    with pytest.raises(ValueError, match="speculative cannot be 'fast'"):
         lookahead_hf.pipeline("text-generation", model, speculative="fast")
 
 

@@ -270,9 +270,9 @@ def test_the_other_process_imports_as_this_one_does(
     (tmp_path / "signal.py").write_text("raise SystemExit('this is not the standard library')")
     folder = tmp_path / """some "folder's" {name}"""
     folder.mkdir()
+    pending("pending_work", WORK, folder, monkeypatch)
     monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])  # no import reads a Path
     monkeypatch.chdir(tmp_path)
-    pending("pending_work", WORK, folder, monkeypatch)
     assert finished() == 0
     assert Path("compiled").read_text() == str(getattr(os, "SCHED_IDLE", None))
 
