@@ -186,6 +186,8 @@ class Bench:
             on_device = self.model.device.type == "cuda"
         with patched(self.model):
             refusal = None if compiled else execution.NOT_ASKED_FOR
+            while compiled and execution.COMPILING in CompiledSteps(self.model).reasons:
+                time.sleep(0.1)
             given: dict[str, Any] = {"steps": CompiledSteps(self.model, refusal)}
             if on_device:
                 # With room for one token no step follows, and none tries what layers read.
