@@ -16,10 +16,12 @@ ARGS ?=
 # The number of processes that run the tests, each with one thread.
 WORKERS ?= 2
 OLDEST_TRANSFORMERS := 5.17.0
-# Tests that do not use transformers, and tests of what only its newest version has.
+# Tests that do not use transformers, those of benchmarks, jobs and mixers, which take long, and
+# tests of what only its newest version has.
 NOT_ON_OLDEST := --ignore tests/kernels --ignore tests/ngram_pool --ignore tests/cli --ignore tests/logits \
 	--ignore tests/batching --ignore tests/serving/test_continuous_batching.py \
-	--ignore tests/benchmarks/test_throughput.py --ignore tests/cache/test_indexed_layers.py \
+	--ignore tests/benchmarks --ignore tests/ray --ignore tests/support/test_self_test_of_mixers.py \
+	--ignore tests/cache/test_indexed_layers.py \
 	--ignore tests/drafting/sources/heads/test_mtp.py --ignore tests/test_multimodal.py \
 	--ignore tests/test_models_table.py \
 	--deselect tests/patches/layers/test_compiled.py::test_a_family_writes_plains_text \
