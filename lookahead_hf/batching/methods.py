@@ -248,15 +248,16 @@ def _ours(
     room = None if tokens is None else tokens // slots
     maker = Maker(model.eval(), generation, Request(config), room, batching.return_logprobs)
     maker.check()
+    num_requests = getattr(hints, "num_requests", None)
     return SpeculativeBatchingManager(
         maker,
         slots,
         max_batch_tokens=most,
         max_queue_size=batching.max_queue_size,
-        seed_of=_seed_of(asked.seeds, batching.seed, getattr(hints, "num_requests", None)),
+        seed_of=_seed_of(asked.seeds, batching.seed, num_requests),
         in_call=asked.in_call and not batching.max_queue_size,  # adding to a full queue waits
         is_run=asked.in_call,
-        progress=Progress(getattr(hints, "num_requests", None)) if asked.progress else None,
+        progress=Progress(num_requests) if asked.progress else None,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -126,9 +127,14 @@ class Program:
 
     def floats(self, num_tokens: int) -> int:
         """Return the float32 numbers that a thread needs room for, attention aside."""
-        piece = max((op.get(fields.PIECE, 0) for op in self.ops), default=0)
-        vector = max(op.get(fields.SIZE, 0) for op in self.ops)
+        piece, vector = self._largest
         return 2 * max(num_tokens * piece, vector) + 64
+
+    @cached_property
+    def _largest(self) -> tuple[int, int]:
+        """The largest piece and vector of the operations, all of which have been added."""
+        piece = max(op.get(fields.PIECE, 0) for op in self.ops)
+        return piece, max(op.get(fields.SIZE, 0) for op in self.ops)
 
     def add(self, kind: int, addresses: dict[int, Any], **given: int) -> None:
         """Add an operation.
