@@ -22,7 +22,7 @@ NOT_ON_OLDEST := --ignore tests/kernels --ignore tests/ngram_pool --ignore tests
 	--ignore tests/batching --ignore tests/serving/test_continuous_batching.py \
 	--ignore tests/benchmarks --ignore tests/ray --ignore tests/support/test_self_test_of_mixers.py \
 	--ignore tests/cache/test_indexed_layers.py \
-	--ignore tests/drafting/sources/heads/test_mtp.py --ignore tests/test_multimodal.py \
+	--ignore tests/drafting/sources/test_mtp.py --ignore tests/test_multimodal.py \
 	--ignore tests/test_models_table.py \
 	--deselect tests/patches/layers/test_compiled.py::test_a_family_writes_plains_text \
 	--deselect tests/serving/test_openai_fields.py::test_the_first_calls_of_open_webui \

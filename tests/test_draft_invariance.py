@@ -19,7 +19,6 @@ DRAFTED: tuple[dict[str, Any], ...] = (
     {"drafters": ("ngram",), "budget": 15},
     {"drafters": ("recycling",), "budget": 64},
     {"drafters": ("ngram", "recycling"), "budget": 3},
-    {"drafters": ("lookahead",), "budget": 8, "max_draft_nodes": 8},
     {},
 )
 

@@ -62,10 +62,10 @@ LAYERS = {
         sources.grammar.vocabulary sources.grammar.whitespace sources.prediction_alignment
         sources.recycling_buckets topk""",
         """_numba control.budget kept_costs sources._recycling_numba sources.assistant.growth
-        sources.grammar.growth sources.lookahead sources.ngram sources.prediction user_drafter""",
-        """in_use sources.assistant.drafter sources.heads.drafter sources.grammar.refinement
+        sources.grammar.growth sources.ngram sources.prediction user_drafter""",
+        """in_use sources.assistant.drafter sources.grammar.refinement
         sources.pool sources.recycling uncompiled""",
-        "sources.grammar.drafter sources.heads.medusa sources.heads.mtp",
+        "sources.grammar.drafter sources.mtp",
         "control.calibration",
         "memory tree",
         "ensemble",

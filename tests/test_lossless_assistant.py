@@ -1,4 +1,4 @@
-"""The text is plain's with an assistant or a Jacobi window at work, alone and in ragged batches."""
+"""The text is plain's with an assistant at work, alone and in ragged batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from lookahead_hf.drafting.sources.assistant.drafter import AssistantDrafter
-from lookahead_hf.drafting.sources.lookahead import LookaheadDrafter
 from tests.helpers.calls import GREEDY, compare, padded
 from tests.helpers.models import VOCAB, characters, prompt, tiny
 from tests.helpers.unsure import unsure
@@ -88,13 +87,3 @@ def test_one_drafter_object_serves_one_call_after_the_other() -> None:
     drafter = AssistantDrafter(unsure(model))
     for kind in ("alone", "left", "alone"):
         compare(model, inputs_of(kind), drafter, **GREEDY)
-
-
-@MODES
-@BATCHES
-@pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_a_jacobi_window(name: str, kind: str, mode: dict[str, Any]) -> None:
-    drafter = LookaheadDrafter(window=5, ngram_size=4, num_ngrams=5)
-    stats = compare(tiny(name), inputs_of(kind), drafter, **{**mode, "max_new_tokens": 60})
-    assert stats.max_width > 1
-    assert stats.num_moved > 0

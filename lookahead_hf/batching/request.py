@@ -238,7 +238,7 @@ class Maker:
         self.verifier(trial, self.outputs(trial), 0)
 
     def _check_drafters(self) -> None:
-        heads = {"mtp", "medusa"} & {*map(str, self.request.config.drafters or ())}
+        heads = {"mtp"} & {*map(str, self.request.config.drafters or ())}
         if not heads:
             do_sample = bool(self.generation_config.do_sample)
             built = build_drafters(self.model, self.request, None, do_sample)

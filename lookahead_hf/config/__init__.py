@@ -12,16 +12,7 @@ from typing import Any
 from lookahead_hf.config import vllm
 from lookahead_hf.utils.spelling import check_names, known_names, spelt_right
 
-BUILT_IN_DRAFTERS = (
-    "ngram",
-    "recycling",
-    "prediction",
-    "pool",
-    "assistant",
-    "lookahead",
-    "mtp",
-    "medusa",
-)
+BUILT_IN_DRAFTERS = ("ngram", "recycling", "prediction", "pool", "assistant", "mtp")
 """The drafters that a configuration can name."""
 
 DEFAULT_DRAFTERS = ("ngram", "recycling")
@@ -33,7 +24,6 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "prompt_lookup": {"drafters": ("ngram",)},
         "recycling": {"drafters": ("recycling",)},
         "assistant": {"drafters": ("assistant",)},
-        "lookahead": {"drafters": ("lookahead",), "budget": 64},
     }
 )
 """Names for settings that are often used, and the fields that each name sets."""

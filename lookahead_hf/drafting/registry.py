@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 CLASSES = {
     "assistant": "AssistantDrafter",
-    "lookahead": "LookaheadDrafter",
-    "medusa": "MedusaDrafter",
     "mtp": "MtpDrafter",
     "ngram": "NgramDrafter",
     "pool": "PoolDrafter",
@@ -134,7 +132,7 @@ def _given(
         pool = memory_of(model).own_pool() if config.pool is None else config.pool
         own = {"learn": config.learn, "vocab_size": vocab_size, "tokenizer": request.tokenizer}
         return [open_pool(pool)], own
-    if name in ("mtp", "medusa"):
+    if name == "mtp":
         return [model], {"vocab_size": vocab_size}
     if name != "assistant":
         return [], {}

@@ -20,7 +20,6 @@ _COLOURS = {
     "pool": "#e6842a",
     "prediction": "#9467bd",
     "assistant": "#17a2b8",
-    "lookahead": "#d6518e",
 }
 _MORE_COLOURS = ("#b58900", "#c0563f", "#6c71c4", "#708090", "#8fa31e")
 

@@ -41,7 +41,7 @@ REPEATABLE = settings(
 )
 """Draws the same examples in every run, however long they take."""
 
-DRAFTING = ("scripted", "default", "lookahead", "pool", "prediction")
+DRAFTING = ("scripted", "default", "pool", "prediction")
 """Who drafts: random trees around plain's text, or a drafter of ours."""
 
 LONGEST = 128

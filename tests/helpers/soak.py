@@ -79,7 +79,7 @@ class Soak:
         return median((b - a) / (n - m) for (m, a), (n, b) in pairwise(late))
 
     def _call(self, model: Any, ids: torch.Tensor, **own: Any) -> None:
-        drafters = self._random.choice([None, "lookahead", "pool"])
+        drafters = self._random.choice([None, "pool"])
         shared = {"pool": self._pool, "learn": True} if drafters == "pool" else {}
         compiled = self._random.random() < 0.5
         config = SpeculativeConfig(drafters, budget=8, compiled_layers=compiled, **shared)

@@ -58,7 +58,7 @@ def pool_of(plain: torch.Tensor) -> NgramPool:
     return pool
 
 
-SOURCES = tuple(name for name in BUILT_IN_DRAFTERS if name not in ("mtp", "medusa"))
+SOURCES = tuple(name for name in BUILT_IN_DRAFTERS if name != "mtp")
 """All but those that need a checkpoint's heads."""
 
 ALONE = [(name,) for name in SOURCES]

@@ -15,11 +15,10 @@ import lookahead_hf
 from lookahead_hf import compat
 from lookahead_hf.call import execution
 from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.drafting.sources.heads import mtp
-from lookahead_hf.drafting.sources.heads.drafter import Heads
-from lookahead_hf.drafting.sources.heads.mtp import MtpDrafter
+from lookahead_hf.drafting.sources import mtp
+from lookahead_hf.drafting.sources.mtp import KeptLayers, MtpDrafter
 from lookahead_hf.fallback import FallbackReason
-from lookahead_hf.model_state import kept, state_of
+from lookahead_hf.model_state import state_of
 from tests.helpers.calls import GREEDY, padded
 from tests.helpers.compared import compared, speculated
 from tests.helpers.device import taped
@@ -151,6 +150,11 @@ def test_beside_other_sources_and_on_a_device(
     assert stats.per_source["mtp"].exclusive > 0
 
 
+def kept_layers(model: Any) -> Any:
+    kept = state_of(model).get(KeptLayers)
+    return kept and kept.layers
+
+
 def test_use_mtp_adds_the_drafter(checkpoint: Any) -> None:
     model = checkpoint("mellum", 1)
     call = {**padded("left"), **GREEDY}
@@ -159,18 +163,18 @@ def test_use_mtp_adds_the_drafter(checkpoint: Any) -> None:
     with lookahead_hf.enabled(model):
         assert model.generate(**call, speculative=config, use_mtp=True).tolist() == plain.tolist()
         assert set(speculated(model).per_source) == {"ngram", "recycling", "mtp"}
-        loaded = kept(model, Heads, Heads)["mtp"][1]
+        loaded = kept_layers(model)
         model.generation_config.use_mtp = True
         vllm = {"method": "mtp", "num_speculative_tokens": 2}
         assert model.generate(**call, speculative=vllm).tolist() == plain.tolist()
         assert set(speculated(model).per_source) == {"mtp"}
-        assert kept(model, Heads, Heads)["mtp"][1] is loaded
+        assert kept_layers(model) is loaded
         # A call that falls back is plain's, which takes batches.
         beams = {**call, "num_beams": 2, "max_new_tokens": 4}
         expected = model.generate(**beams, use_mtp=False)
         silent = {"on_fallback": "silent"}
         assert model.generate(**beams, speculative=silent).tolist() == expected.tolist()
-    assert not state_of(model).get(Heads)
+    assert kept_layers(model) is None
     model.generation_config.use_mtp = None
     lookahead_hf.enable(model, default=silent)  # a mere default leaves it to transformers
     one = {**padded("left", 1), **GREEDY, "use_mtp": True}
@@ -200,7 +204,7 @@ def test_layers_follow_the_type_of_the_model(checkpoint: Any) -> None:
     model = checkpoint("glm4_moe", 1)
     for dtype in (torch.float32, torch.bfloat16, torch.float32):
         MtpDrafter(model.to(dtype))
-        assert kept(model, Heads, Heads)["mtp"][1].layers[0].eh_proj.weight.dtype == dtype
+        assert kept_layers(model).layers[0].eh_proj.weight.dtype == dtype
 
 
 def refused(model: Any, match: str) -> None:

@@ -7,6 +7,7 @@ than there are layers.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,22 +17,29 @@ from lookahead_hf import compat
 from lookahead_hf.config import check_int
 from lookahead_hf.distributed import sharding
 from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.drafting.sources.heads.drafter import (
-    MOST_TOKENS,
-    HeadsDrafter,
-    gather_states,
-    kept_heads,
-    on_device,
+from lookahead_hf.drafting.drafter import BuiltInDrafter
+from lookahead_hf.drafting.sources.assistant.growth import (
+    NUM_BUCKETS,
+    Growth,
+    Likeliest,
+    prior_rates,
+    tree_of,
 )
+from lookahead_hf.model_state import state_of
 from lookahead_hf.rows import Rows
+from lookahead_hf.runner.cuda.transfer import pinned
+
+MOST_TOKENS = 64
+"""Upper limit of options that count tokens."""
 
 NUM_DRAFT = 3
+"""Tokens that a single layer writes ahead."""
 
 PIECE = 512
 """Most tokens of a long prompt that are read at once: a mask has as many rows."""
 
 
-class MtpDrafter(HeadsDrafter):
+class MtpDrafter(BuiltInDrafter):
     """Runs the layers over the verified tokens, in a cache of their own, and then ahead of them.
 
     Layer k reads the hidden states of a token and the token `k + 1` places after it. So the last
@@ -41,6 +49,8 @@ class MtpDrafter(HeadsDrafter):
     """
 
     name: ClassVar[str] = "mtp"
+    num_buckets = NUM_BUCKETS
+    reads_hidden_states: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -63,7 +73,8 @@ class MtpDrafter(HeadsDrafter):
         Raises:
             ValueError: An option is out of its range, or the model has no layers that are served.
         """
-        super().__init__(top_k, 1, vocab_size)
+        check_int("mtp: top_k", top_k, 1, MOST_TOKENS)
+        self._picks, self.rates = Likeliest(top_k, vocab_size), self.prior()
         if num_draft is not None:
             check_int("mtp: num_draft", num_draft, 1, MOST_TOKENS)
         if sharding.is_spread(target):
@@ -71,8 +82,7 @@ class MtpDrafter(HeadsDrafter):
                 'the drafter "mtp" needs the whole model in the process that drafts, but it is '
                 "split over processes: leave the drafter out"
             )
-        key = target.config.name_or_path, target.device, target.dtype
-        self._heads = kept_heads(target, "mtp", key, lambda: compat.load_mtp(target))
+        self._heads = _layers_of(target)
         self._heads.tie_with_main_model(target)  # whose layers may have been replaced
         layers = len(self._heads.layers)
         self._num_draft = num_draft or (layers if layers > 1 else NUM_DRAFT)
@@ -80,6 +90,9 @@ class MtpDrafter(HeadsDrafter):
         self._cache: Any = None
         self._states: list[torch.Tensor] = []  # not read yet, [rows, columns, hidden] each
         self._columns: list[np.ndarray] = []  # as in `compat.mtp_cache`, [rows, columns] each
+
+    def prior(self) -> np.ndarray:
+        return prior_rates()
 
     def begin(self, rows: Rows) -> None:
         self._cache, self._states, self._columns = None, [], []
@@ -94,7 +107,9 @@ class MtpDrafter(HeadsDrafter):
         self._states, self._columns = [self.hidden_states], [columns]
         self.hidden_states = None
 
-    def _keep(self, rows: Rows, verdict: Verdict, states: torch.Tensor) -> None:
+    def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
+        if self.hidden_states is None:
+            raise RuntimeError("the model's forward returns no hidden states")
         going = verdict.live & ~verdict.finished
         counts = np.where(going, verdict.num_accepted + 1, 0)
         places = np.zeros((rows.num_rows, int(counts.max())), np.int64)
@@ -104,22 +119,23 @@ class MtpDrafter(HeadsDrafter):
             places[row, 1:count] = verdict.accepted(row) + 1
             end = len(rows.context(row)) - 1
             columns[row, :count] = np.arange(end - count, end)
-        self._states.append(gather_states(states, places))
+        self._states.append(_gather(self.hidden_states, places))
         self._columns.append(columns)
+        self.hidden_states = None  # the next step overwrites them
 
     @torch.no_grad()
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
         columns, places = self._unread()
         if not columns.size:
             return DraftTree.empty(rows.num_rows)
-        states = gather_states(torch.cat(self._states, 1), places)
+        states = _gather(torch.cat(self._states, 1), places)
         if self._cache is None:
             self._cache = compat.mtp_cache(rows.num_rows, states.device)
         ahead = columns + 1 + np.arange(self._num_layers)[:, None, None]  # what each layer reads
         for row in range(rows.num_rows):
             context = rows.context(row)
             ahead[:, row] = context[ahead[:, row].clip(max=len(context) - 1)]
-        on_it, *tokens = on_device(np.concatenate([columns[None], ahead]), states.device)
+        on_it, *tokens = _on_device(np.concatenate([columns[None], ahead]), states.device)
         known = max(0, columns.shape[1] - self._num_layers + 1)
         last = max(0, known - 1) // PIECE * PIECE
         for start in range(0, last, PIECE):
@@ -183,6 +199,51 @@ class MtpDrafter(HeadsDrafter):
         )
         return ran
 
+    def _tree(self, rows: Rows, logits: torch.Tensor) -> DraftTree:
+        """Return the live rows' drafts; logits of the places ahead are [rows, places, vocab]."""
+        num_rows, depths = logits.shape[:2]
+        row, place = np.indices((num_rows, depths)).reshape(2, -1)
+        tokens, classes, _ = self._picks.pick(logits, row, place)
+        growths = []
+        for number, is_live in enumerate(rows.live.tolist()):
+            growth = Growth([rows.last_token(number)] if is_live else [])
+            for at in range(number * depths, (number + 1) * depths):
+                places = [at] * len(growth.frontier)
+                growth.extend((tokens[places], classes[places], None), self.rates, 1, 0.0)
+            growths.append(growth)
+        return tree_of(growths)
+
     def end(self, rows: Rows) -> None:
         self._cache, self._states, self._columns = None, [], []
         self.hidden_states = None
+
+
+def _gather(states: torch.Tensor, places: np.ndarray) -> torch.Tensor:
+    """Copy the hidden states at `places`, [rows, count] int64, without waiting for the device."""
+    return states.take_along_dim(_on_device(places, states.device)[..., None], 1)
+
+
+def _on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy numbers to a device without waiting for it."""
+    return pinned(array, device).to(device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class KeptLayers:
+    """The layers of a model, and what they were loaded for."""
+
+    key: tuple[Any, ...]
+    layers: Any
+
+    def release(self) -> None:
+        """Do nothing: a call in progress keeps its layers until it ends."""
+
+
+def _layers_of(target: Any) -> Any:
+    """Return the layers that are kept with a model, loaded again if the model has changed."""
+    key, state = (target.config.name_or_path, target.device, target.dtype), state_of(target)
+    with state.lock:
+        found = state.get(KeptLayers)
+        if found is None or found.key != key:
+            found = state.put(KeptLayers(key, compat.load_mtp(target)))
+        return found.layers

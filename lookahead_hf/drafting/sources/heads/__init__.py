@@ -1,1 +1,0 @@
-"""Heads that draft from the target's last hidden states."""
