@@ -175,7 +175,9 @@ class SpeculativeBatchingManager(QueueManager):
 
     def deliver(self, job: Job, record: SpeculativeStats | None = None) -> None:
         """Deliver the output of a request so far, with its statistics at the end."""
-        output = job.state.to_generation_output()
+        output, found = job.state.to_generation_output(), job.log_probs
+        output.logprobs, output.top_logprobs = list(found.of_tokens), list(found.top)
+        output.prompt_logprobs = found.of_prompt
         output.speculative_stats = record
         if record is not None:
             if self._is_run:

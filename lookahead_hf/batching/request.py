@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers import StoppingCriteriaList, StopStringCriteria
 
 from lookahead_hf import compat
 from lookahead_hf.batching.generators import OwnGenerators
-from lookahead_hf.batching.log_probs import LogProbs
+from lookahead_hf.batching.log_probs import Found, KeptScores, Wanted
 from lookahead_hf.batching.verifier import Seeded
 from lookahead_hf.call import emitter
 from lookahead_hf.call.outputs import RequestedOutputs
@@ -91,6 +92,7 @@ class Job:
     outputs: RequestedOutputs | None = None
     verifier: Verifier | None = None
     constraint: Constraint | None = None
+    log_probs: Found = field(default_factory=Found)
 
     def is_among(self, cancelled: Mapping[str, int]) -> bool:
         """Return whether an id cancels this text.
@@ -109,16 +111,13 @@ def _set_for_one(config: Any, name: str) -> Any:
 
 @dataclass(frozen=True)
 class Maker:
-    """Turns requests into calls of `generate`, of at most `room` tokens including the prompt.
-
-    With `log_probs`, the log probabilities of tokens are kept.
-    """
+    """Turns requests into calls of `generate`, of at most `room` tokens including the prompt."""
 
     model: Any
     generation_config: Any
     request: Request
     room: int | None = None
-    log_probs: bool = False
+    log_probs: Wanted = Wanted()
 
     def settings(self, job: Job) -> dict[str, Any]:
         """Return the arguments of the call of `generate` that writes the text of a job.
@@ -147,8 +146,27 @@ class Maker:
             config.max_new_tokens = state.max_new_tokens
         if state.eos_token_id not in (None, UNSAID):
             config.eos_token_id = state.eos_token_id
+        objects |= self._stop_strings(config, objects)
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **objects}
         return {**given, "generation_config": config}
+
+    def _stop_strings(self, config: Any, objects: dict[str, Any]) -> dict[str, Any]:
+        """Turn the stop strings of a request into a criterion; `generate` would lose the tokenizer.
+
+        Returns the arguments of `generate` that this changes.
+        """
+        strings, tokenizer = config.stop_strings, self.request.tokenizer
+        of_model = self.model.generation_config.stop_strings
+        strings = of_model if strings is None else strings
+        if strings is None or tokenizer is None:
+            return {}  # without a tokenizer `generate` raises its own error
+        config.stop_strings = None
+        criteria = objects.get("stopping_criteria") or ()
+        criterion = StopStringCriteria(stop_strings=strings, tokenizer=tokenizer)
+        changed: dict[str, Any] = {
+            "stopping_criteria": StoppingCriteriaList([*criteria, criterion])
+        }
+        return changed if of_model is None else {**changed, "stop_strings": None}
 
     def call(self, job: Job) -> PreparedCall:
         """Return the call of `generate` that writes the text of a job, prepared by transformers.
@@ -196,7 +214,7 @@ class Maker:
     def outputs(self, call: PreparedCall) -> RequestedOutputs:
         """Return what keeps the requested outputs of a call's text."""
         config = call.generation_config
-        return LogProbs(config) if self.log_probs else RequestedOutputs(config, 1)
+        return KeptScores(config) if self.log_probs.of_tokens else RequestedOutputs(config, 1)
 
     def verifier(self, call: PreparedCall, outputs: RequestedOutputs, seed: int) -> Verifier:
         """Return the verifier of a call's text.

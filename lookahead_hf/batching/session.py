@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from lookahead_hf import compat
-from lookahead_hf.batching import alone
-from lookahead_hf.batching.log_probs import LogProbs
+from lookahead_hf.batching import alone, log_probs
+from lookahead_hf.batching.log_probs import KeptScores
 from lookahead_hf.batching.request import Job, Maker
 from lookahead_hf.batching.runner import QueueRunner
 from lookahead_hf.batching.scheduler import Scheduler
@@ -138,6 +138,7 @@ class QueueSession(Session):
     def _prefill(self, row: int, job: Job) -> None:
         """Let a row decode once its prompt was read, which may take several steps."""
         if job.call is None:
+            self._read_log_probs(job)
             job.call = self.manager.maker.call(job)
             job.constraint = constraints.of_call(job.call.processors, 1)
             job.outputs = self.manager.maker.outputs(job.call)
@@ -151,6 +152,14 @@ class QueueSession(Session):
         self.rows.take(row, ids)
         self.most_new[row] = self.manager.maker.num_draftable(job.call)
         self.verifier.take(self.rows, row, job.verifier, logits)
+
+    def _read_log_probs(self, job: Job) -> None:
+        """Let the model read a prompt on its own, if the log probabilities there are wanted."""
+        maker = self.manager.maker
+        if maker.log_probs.of_prompt:
+            self.setup.close()
+            ids = maker.settings(job)["input_ids"]
+            job.log_probs.of_prompt = log_probs.of_prompt(maker.model, ids)
 
     def _after_prompt(self, row: int, call: PreparedCall, ids: np.ndarray) -> torch.Tensor | None:
         """Return logits after the prompt of a request, [tokens]; None while it is being read."""
@@ -182,7 +191,7 @@ class QueueSession(Session):
         try:
             maker = self.manager.maker
             given = maker.settings(job), job.seed, on_token, maker.log_probs
-            tokens, log_probs = alone.write(self.manager.model, *given)
+            tokens, found = alone.write(self.manager.model, *given)
             if self.manager.stops():
                 raise RuntimeError(STOPPED)
         except Exception as error:
@@ -190,7 +199,8 @@ class QueueSession(Session):
                 self._fail(row, job, error)
             return
         if self._has(row, job):
-            job.state.generated_tokens, job.state.logprobs = tokens, log_probs
+            job.state.generated_tokens = tokens
+            job.log_probs = replace(found, of_prompt=job.log_probs.of_prompt)
             if (times := job.state.timestamps) is not None:
                 del times[len(tokens) :]  # beams may go on after the best has ended
             self._finish(row, job, SpeculativeStats(fallback_reason=unserved.reason))
@@ -211,8 +221,8 @@ class QueueSession(Session):
         emitted = self.rows.emitted(row)
         new = emitted[known:].tolist()
         state.generated_tokens += new
-        if isinstance(job.outputs, LogProbs):
-            state.logprobs += job.outputs.take(new)
+        if isinstance(job.outputs, KeptScores):
+            job.log_probs.add(self.manager.maker.log_probs, job.outputs.take(), new)
         self._note_tokens(job, len(new))
         if self.rows.finished[row]:
             state.generated_tokens = emitted.tolist()  # a processor may have edited earlier ones
