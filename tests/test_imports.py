@@ -38,8 +38,7 @@ ROOMS = (
 
 LAYERS = {
     "batching": (
-        "generators log_probs progress threads times",
-        "verifier",
+        "log_probs progress threads times",
         "request",
         "alone queues scheduler",
         "runner",
@@ -131,7 +130,7 @@ LAYERS = {
     "support": ("self_test", "checks"),
     "verification": (
         "node_processors rng verifier",
-        "lockstep noise",
+        "generators lockstep noise",
         "walk",
         "batched_walk follower rejection",
         "device",

@@ -11,9 +11,7 @@ from typing import Any
 import torch
 
 from lookahead_hf import compat
-from lookahead_hf.batching.generators import OwnGenerators
 from lookahead_hf.batching.log_probs import LogProbs
-from lookahead_hf.batching.verifier import Seeded
 from lookahead_hf.call import emitter
 from lookahead_hf.call.outputs import RequestedOutputs
 from lookahead_hf.call.prepared import PreparedCall, Request
@@ -21,7 +19,6 @@ from lookahead_hf.call.stopping import knows_criterion
 from lookahead_hf.call.streaming import ColumnStream
 from lookahead_hf.compat.batching import RequestState
 from lookahead_hf.config import drafter_name
-from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.fallback import FallbackReason, Unserved, check_settings
 from lookahead_hf.generation.assembly import build_drafters
 from lookahead_hf.logits.constraints import Constraint
@@ -29,9 +26,8 @@ from lookahead_hf.logits.row_processors import knows_processor
 from lookahead_hf.model import position_limits
 from lookahead_hf.support import checks
 from lookahead_hf.support.checks import Purpose
-from lookahead_hf.verification.select import choose_verifier
-from lookahead_hf.verification.verifier import Verifier
-from lookahead_hf.verification.walk import Walk
+from lookahead_hf.verification.select import rules_of
+from lookahead_hf.verification.walk import Rules
 
 _STEP = 0x9E3779B1
 """Odd, so that the seeds of 2^32 texts differ: a CPU's generator reads 32 bits."""
@@ -89,7 +85,7 @@ class Job:
     objects: frozenset[int] = frozenset()
     call: PreparedCall | None = None
     outputs: RequestedOutputs | None = None
-    verifier: Verifier | None = None
+    rules: Rules | None = None
     constraint: Constraint | None = None
 
     def is_among(self, cancelled: Mapping[str, int]) -> bool:
@@ -198,8 +194,8 @@ class Maker:
         config = call.generation_config
         return LogProbs(config) if self.log_probs else RequestedOutputs(config, 1)
 
-    def verifier(self, call: PreparedCall, outputs: RequestedOutputs, seed: int) -> Verifier:
-        """Return the verifier of a call's text.
+    def rules(self, call: PreparedCall, outputs: RequestedOutputs, seed: int) -> Rules:
+        """Return how the text of a call gets its tokens.
 
         Raises:
             Unserved: Its samples would depend on drafts, and so on the texts decoded beside it.
@@ -207,11 +203,8 @@ class Maker:
         if self.request.draws(call.do_sample):
             detail = f"verification={self.request.config.verification!r} of samples"
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail, "leave it out")
-        heard = emitter.of_call(call, outputs, ColumnStream(None, 1, call.pad))
-        chosen = choose_verifier(call, heard, Processes(), seed)
-        if isinstance(chosen, Walk) and not chosen.rules.in_order:
-            return chosen
-        return Seeded(chosen, OwnGenerators(call.input_ids.device, seed))
+        emitted = emitter.of_call(call, outputs, ColumnStream(None, 1, call.pad))
+        return rules_of(call, emitted, seed)
 
     def num_draftable(self, call: PreparedCall) -> int:
         """Return how many new tokens of a call drafts may cover."""
@@ -235,7 +228,7 @@ class Maker:
         if self.request.config.draft_invariant:
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, "draft_invariant=True")
         trial = self.trial()
-        self.verifier(trial, self.outputs(trial), 0)
+        self.rules(trial, self.outputs(trial), 0)
 
     def _check_drafters(self) -> None:
         heads = {"mtp", "medusa"} & {*map(str, self.request.config.drafters or ())}

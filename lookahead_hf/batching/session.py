@@ -17,7 +17,6 @@ from lookahead_hf.batching.request import Job, Maker
 from lookahead_hf.batching.runner import QueueRunner
 from lookahead_hf.batching.scheduler import Scheduler
 from lookahead_hf.batching.times import RowTimes
-from lookahead_hf.batching.verifier import EachRow
 from lookahead_hf.call import execution
 from lookahead_hf.call.prepared import PreparedCall
 from lookahead_hf.compat.batching import RequestStatus
@@ -32,6 +31,7 @@ from lookahead_hf.logits import constraints
 from lookahead_hf.patches.layers import CompiledSteps
 from lookahead_hf.rows import Rows
 from lookahead_hf.stats import SpeculativeStats
+from lookahead_hf.verification.walk import Walk
 
 if TYPE_CHECKING:
     from lookahead_hf.batching.manager import SpeculativeBatchingManager
@@ -54,7 +54,7 @@ class QueueSession(Session):
     """
 
     runner: QueueRunner
-    verifier: EachRow
+    verifier: Walk
     times: RowTimes
     scheduler: Scheduler
     most_new: np.ndarray
@@ -141,19 +141,19 @@ class QueueSession(Session):
             job.call = self.manager.maker.call(job)
             job.constraint = constraints.of_call(job.call.processors, 1)
             job.outputs = self.manager.maker.outputs(job.call)
-            job.verifier = self.manager.maker.verifier(job.call, job.outputs, job.seed)
+            job.rules = self.manager.maker.rules(job.call, job.outputs, job.seed)
         ids = job.call.input_ids[0].cpu().numpy()
         logits = self._after_prompt(row, job.call, ids)
         if logits is None:
             return
-        assert job.verifier is not None
+        assert job.rules is not None
         job.state.status = RequestStatus.DECODING
         self.rows.take(row, ids)
         self.most_new[row] = self.manager.maker.num_draftable(job.call)
-        self.verifier.take(self.rows, row, job.verifier, logits)
+        self.verifier.take(self.rows, row, job.rules, logits[0, 0])
 
     def _after_prompt(self, row: int, call: PreparedCall, ids: np.ndarray) -> torch.Tensor | None:
-        """Return logits after the prompt of a request, [tokens]; None while it is being read."""
+        """Return logits after a prompt, [tokens], as [1, 1, vocab]; None while it is being read."""
         runner = self.runner
         holder = runner.holder(ids)
         if holder is not None:
@@ -204,7 +204,6 @@ class QueueSession(Session):
         if state.status is RequestStatus.PREFILLING:
             self._advance(row, job)
             return
-        assert job.verifier is not None
         if row in self.verifier.errors:
             self._fail(row, job, self.verifier.errors[row])
             return
@@ -222,7 +221,7 @@ class QueueSession(Session):
                 self.rows,
                 row,
                 **self.times.of_row(row),
-                engine=job.verifier.name,
+                engine=self.verifier.name,
                 per_source=self.drafts.source_stats(row),
                 **self.runner.ways,
             )
@@ -300,7 +299,7 @@ def new_session(manager: SpeculativeBatchingManager) -> QueueSession:
         rows=rows,
         drafts=drafts,
         runner=runner,
-        verifier=EachRow(),
+        verifier=Walk(),
         processes=Processes(),
         stats=stats,
         times=RowTimes(num_rows, stats),
