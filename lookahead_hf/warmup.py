@@ -29,6 +29,7 @@ from lookahead_hf.runner.cuda.decision import OnDevice
 from lookahead_hf.runner.cuda.runner import CudaRunner
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.outputs import DeviceOutputs, Scores
+from lookahead_hf.runner.prefill import start
 from lookahead_hf.support import checks
 from lookahead_hf.support.checks import Purpose
 from lookahead_hf.utils.wrappers import unwrap
@@ -224,7 +225,7 @@ def _measure(runner: Runner, context_length: int, most_nodes: int, limit: _Time)
     with patched(model):
         prompt = torch.from_numpy(ids).to(model.device)
         cache = compat.DynamicCache(config=model.config)
-        runner.start(prompt, cache, position_ids=compat.text_positions(model, prompt))
+        start(runner, prompt, cache, position_ids=compat.text_positions(model, prompt))
         for row in range(num_rows):
             rows.emit(row, int(ids[row, 0]))
         limit.show("preparing layers, or capturing steps")

@@ -14,7 +14,7 @@ from lookahead_hf import compat
 from lookahead_hf.batching import alone
 from lookahead_hf.batching.log_probs import LogProbs
 from lookahead_hf.batching.request import Job, Maker
-from lookahead_hf.batching.runner import QueueRunner
+from lookahead_hf.batching.prompts import Prompts
 from lookahead_hf.batching.scheduler import Scheduler
 from lookahead_hf.batching.times import RowTimes
 from lookahead_hf.call import execution
@@ -30,6 +30,7 @@ from lookahead_hf.generation.session import Session
 from lookahead_hf.logits import constraints
 from lookahead_hf.patches.layers import CompiledSteps
 from lookahead_hf.rows import Rows
+from lookahead_hf.runner.host import Runner
 from lookahead_hf.stats import SpeculativeStats
 from lookahead_hf.verification.walk import Walk
 
@@ -46,6 +47,7 @@ class QueueSession(Session):
     """Decodes requests together; whenever a text ends, the next request takes its row.
 
     Attributes:
+        prompts: What the rows hold of prompts.
         times: The share of each request in the time of the run.
         scheduler: The requests in progress, and the prompts that are being read.
         most_new: Most tokens that the text of each row may have, [rows] int64.
@@ -53,8 +55,8 @@ class QueueSession(Session):
         setup: What `generate` sets up for steps, undone while prompts are read alone.
     """
 
-    runner: QueueRunner
     verifier: Walk
+    prompts: Prompts
     times: RowTimes
     scheduler: Scheduler
     most_new: np.ndarray
@@ -65,13 +67,13 @@ class QueueSession(Session):
         stack.enter_context(self.setup)
         if self.runner.is_flat and self.scheduler.max_batch_tokens is not None:
             # Only a prompt shows the layout of the cache, and the first one may be too long.
-            self.runner.take(0, self.manager.maker.trial(), self._set_up)
-            self.runner.forget([0])
+            self.prompts.take(0, self.manager.maker.trial(), self._set_up)
+            self.prompts.forget([0])
 
     def goes_on(self) -> bool:
         """Pass on what the rows have become, and give free rows to the requests that wait."""
         if self.manager.pauses():
-            self.runner.renew(compiled_steps(self.manager.maker))
+            self.prompts.renew(compiled_steps(self.manager.maker))
         self._free_cancelled()
         stops = self.manager.stops()
         for row, job in list(self.scheduler.jobs.items()):
@@ -86,6 +88,9 @@ class QueueSession(Session):
         with self.stats.phase("draft"):
             self.drafts.begin(self.rows)
         return True
+
+    def _launch(self, draft: DraftTree) -> Any:
+        return self.prompts.launch(self.rows, draft)
 
     def observe(self, draft: DraftTree, step: Any, verdict: Verdict) -> None:
         """Learn from a committed step, and share its time among the requests."""
@@ -105,12 +110,12 @@ class QueueSession(Session):
 
     def _fill(self) -> None:
         """Give free rows to the requests that wait."""
-        free = sorted(self.scheduler.free_rows, key=self.runner.holds_prompt)
+        free = sorted(self.scheduler.free_rows, key=self.prompts.holds)
         while free and not self.manager.stops():
             job = self.scheduler.next_job()
             if job is None:
                 break
-            holder = self.runner.holder(job.state.initial_tokens)
+            holder = self.prompts.holder(job.state.initial_tokens)
             row = holder if holder in free else free[0]
             free.remove(row)
             job.state.status = RequestStatus.PREFILLING
@@ -118,7 +123,7 @@ class QueueSession(Session):
             self._advance(row, job)
             if row not in self.scheduler.jobs:  # its text has ended at once
                 free.append(row)
-        self.runner.forget(free)
+        self.prompts.forget(free)
 
     def _advance(self, row: int, job: Job) -> None:
         """Go on with the prompt of a request; if that fails, the request alone fails."""
@@ -150,22 +155,22 @@ class QueueSession(Session):
         job.state.status = RequestStatus.DECODING
         self.rows.take(row, ids)
         self.most_new[row] = self.manager.maker.num_draftable(job.call)
-        self.verifier.take(self.rows, row, job.rules, logits[0, 0])
+        self.verifier.take(self.rows, row, job.rules, logits)
 
     def _after_prompt(self, row: int, call: PreparedCall, ids: np.ndarray) -> torch.Tensor | None:
-        """Return logits after a prompt, [tokens], as [1, 1, vocab]; None while it is being read."""
-        runner = self.runner
-        holder = runner.holder(ids)
+        """Return logits after a prompt, [tokens], as [vocab]; None while it is being read."""
+        prompts = self.prompts
+        holder = prompts.holder(ids)
         if holder is not None:
-            return runner.share(row, holder)
+            return prompts.share(row, holder)
         if self.scheduler.is_reading(ids):
             return None
-        if runner.reads_in_chunks(ids, bool(self.rows.live.any())):
-            runner.read(row, ids)
+        if prompts.reads_in_chunks(ids, bool(self.rows.live.any())):
+            prompts.read(row, ids)
             return None
         self.setup.close()
         self.times.read_alone(row, len(ids))
-        return runner.take(row, call, self._set_up)
+        return prompts.take(row, call, self._set_up)
 
     def _set_up(self) -> None:
         self.setup.enter_context(compat.set_up_for_decoding(self.manager.model))
@@ -285,7 +290,9 @@ def new_session(manager: SpeculativeBatchingManager) -> QueueSession:
         job = scheduler.jobs.get(row)
         return None if job is None or job.constraint is None else job.constraint.shadow(0)
 
-    runner = QueueRunner(model, num_rows, compiled_steps(maker), maker.takes_flat(), scheduler)
+    runner = Runner(model, num_rows, None, compiled_steps(maker), maker.takes_flat())
+    if manager.max_batch_tokens is not None:
+        runner.most_nodes = manager.max_batch_tokens // num_rows - 1
     drafts = DraftSession(
         model,
         request.config,
@@ -300,6 +307,7 @@ def new_session(manager: SpeculativeBatchingManager) -> QueueSession:
         drafts=drafts,
         runner=runner,
         verifier=Walk(),
+        prompts=Prompts(runner, scheduler),
         processes=Processes(),
         stats=stats,
         times=RowTimes(num_rows, stats),

@@ -9,6 +9,7 @@ from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.model import compiled
 from lookahead_hf.patches.trust import ModelSnapshot
 from lookahead_hf.rows import Rows
+from lookahead_hf.runner import masks
 from lookahead_hf.runner.cuda import graphs
 from lookahead_hf.runner.cuda.ahead import compile_kernels
 from lookahead_hf.runner.cuda.capture import Captured, Recording
@@ -18,7 +19,7 @@ from lookahead_hf.runner.cuda.state import MAX_WIDTH, StepState, pack
 from lookahead_hf.runner.cuda.step import StepFunction
 from lookahead_hf.runner.cuda.transfer import pinned
 from lookahead_hf.runner.host import Runner, node_counts
-from lookahead_hf.runner.layout import BlockShape
+from lookahead_hf.runner.layout import Beginning, BlockShape
 from lookahead_hf.runner.outputs import StepOutputs
 
 ALIGNED = 16
@@ -56,15 +57,14 @@ class CudaRunner(Runner):
         self.execution: str | None = execution.NOT_ASKED_FOR
         if self._creates:
             widths = self._widths if shape is None else (shape.width,)
-            compile_kernels(model, self._kinds, num_rows, widths, self._decision.draws)
+            compile_kernels(model, masks.of_model(model), num_rows, widths, self._decision.draws)
 
-    def _take_over(self, *args: Any, **kwargs: Any) -> None:
-        super()._take_over(*args, **kwargs)
-        self._state = StepState(self.cache, self._next_position)
+    def begin(self, beginning: Beginning) -> None:
+        super().begin(beginning)
+        self._state = StepState(self.cache, beginning.next_position)
         if self._wanted is not False:
-            self._enter_graphs()
-        given = self._extras, self._kinds, self._mask_dict, self.by_kernel
-        self._function = StepFunction(self.model, self.cache, self._state, *given)
+            self._enter_graphs(beginning.passed)
+        self._function = StepFunction(self.model, beginning, self._state, self.by_kernel)
         # A call that ends with its first token has no step, and no position for one.
         tries = self._shape is None and self._room > 1
         if tries and self._set is not None and self._set.reads_masks is None:
@@ -82,16 +82,16 @@ class CudaRunner(Runner):
             return self._room >= graphs.WORTHWHILE
         return bool(self._wanted)
 
-    def _enter_graphs(self) -> None:
+    def _enter_graphs(self, passed: dict[str, Any]) -> None:
         """Move into a set of the model's graphs, if it has one for the call or may make one."""
         self._snapshot = ModelSnapshot(self.model)
-        reasons = self._snapshot.blockers(self._extras)
+        reasons = self._snapshot.blockers(passed)
         if reasons:
             self.execution = reasons[0]
             return
         self._graphs = graphs.of_model(self.model)
-        extras = repr(sorted(self._extras.items()))
-        kind = self._snapshot.key, self._decision.is_captured, extras, self._shape is None
+        arguments = repr(sorted(passed.items()))
+        kind = self._snapshot.key, self._decision.is_captured, arguments, self._shape is None
         slots = self.cache.slots.longest + self._room + MAX_WIDTH
         try:
             self._set = self._graphs.enter(kind, self.cache, self._state, slots, self._creates)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 
 from lookahead_hf import compat, kernels
-from lookahead_hf.cache.columns import ColumnCache
 from lookahead_hf.cache.slots import SlotGroup
 from lookahead_hf.kernels import TreeWalk
 from lookahead_hf.model import compiled
@@ -19,6 +18,7 @@ from lookahead_hf.patches.lazy_mask import LazyMask
 from lookahead_hf.patches.tree_attention import BlockTree
 from lookahead_hf.runner import masks
 from lookahead_hf.runner.cuda.state import DraftViews, GroupState, StepState
+from lookahead_hf.runner.layout import Beginning
 from lookahead_hf.runner.masks import MaskKind
 from lookahead_hf.runner.passthrough_kwargs import widened
 
@@ -44,16 +44,14 @@ class StepFunction:
     def __init__(
         self,
         model: Any,
-        cache: ColumnCache,
+        beginning: Beginning,
         state: StepState,
-        extras: dict[str, Any],
-        kinds: list[MaskKind],
-        takes_dict: bool,
         by_kernel: Counter[bool] | None = None,
     ) -> None:
-        """`extras` is what plain passes with every forward; `by_kernel` as in `ForwardContext`."""
-        self._model, self._cache, self._state = model, cache, state
-        self._extras, self._kinds, self._takes_dict = extras, kinds, takes_dict
+        """`by_kernel`: as in `ForwardContext`."""
+        self._model, self._cache, self._state = model, beginning.cache, state
+        self._passed, self._kinds = beginning.passed, beginning.kinds
+        self._takes_dict = compat.takes_mask_dict(model)
         self._is_compiled, self._by_kernel = compiled.is_compiled(model), by_kernel
 
     def run(self, width: int, visible: int) -> tuple[Any, ...]:
@@ -86,7 +84,7 @@ class StepFunction:
         held = self._hold(draft, visible)
         built = self._masks(draft, held)
         inputs = {
-            **widened(self._extras, width),
+            **widened(self._passed, width),
             "input_ids": draft.tokens,
             "position_ids": state.next_position + (fed[:, None] + draft.depth),
             "attention_mask": built if self._takes_dict else next(iter(built.values())),

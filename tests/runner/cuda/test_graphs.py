@@ -26,6 +26,7 @@ from lookahead_hf.rows import Rows
 from lookahead_hf.runner.cuda import graph_set, graphs
 from lookahead_hf.runner.cuda.runner import CudaRunner
 from lookahead_hf.runner.host import Runner
+from lookahead_hf.runner.prefill import start
 from tests.helpers.calls import GREEDY, padded
 from tests.helpers.compared import compared
 from tests.helpers.compiled import in_threads
@@ -383,7 +384,7 @@ def test_blocks_copy_no_experts(
     monkeypatch.setattr(type(model), "device", property(lambda _: torch.device("cuda")))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (gpu, 0))
     runner, texts = kind(model, rows), Rows(np.full((rows, 20), 5))
-    runner.start(prompt(rows, 20), DynamicCache(config=model.config))
+    start(runner, prompt(rows, 20), DynamicCache(config=model.config))
     for row in range(rows):
         texts.emit(row, 5)
     draft = DraftTree.from_chains([[list(range(5, 4 + width))]] * rows)
