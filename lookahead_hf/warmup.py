@@ -202,8 +202,7 @@ def _runner(
     model: Any, num_rows: int, max_new_tokens: int, do_sample: bool, compiled: bool
 ) -> Runner:
     """Build the runner of such calls."""
-    nothing = torch.empty(num_rows, 0, device=model.device)
-    if device.serves(model.device) and checks.on_device(model, nothing):
+    if device.serves(model.device) and checks.on_device(model, model.device):
         decision = OnDevice(_unaltered if do_sample else None)
         return CudaRunner(model, num_rows, decision=decision, room=max_new_tokens)
     is_flat = num_rows > 1 and checks.takes_flat(model, torch.zeros(num_rows, 1), {})
@@ -265,8 +264,6 @@ def _time_step(runner: Runner, rows: Rows, token: int, num_nodes: int) -> float:
     step = runner.launch(rows, draft)
     if isinstance(step, DeviceOutputs):
         step.walk.take()
-        seconds = time.perf_counter() - start
-        runner.roll_back()
-        return seconds
-    step.logits[:, -1, -1].cpu()  # waits for the device
+    else:
+        step.logits[:, -1, -1].cpu()  # waits for the device
     return time.perf_counter() - start

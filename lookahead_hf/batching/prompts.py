@@ -54,9 +54,10 @@ class Prompts:
         settings = call.generation_config, call.model_kwargs
         outputs = prefill(alone, call.input_ids, *settings, before_steps)
         assert alone.beginning is not None
-        self._texts.take(row, alone.cache.slots)
         if self._runner.beginning is None:
+            self._texts.build_like(alone.cache.slots)
             self._runner.begin(self._begin_like(alone.beginning))
+        self._texts.take(row, alone.cache.slots)
         logits = outputs.logits[0, -1].clone()  # of a forward that may keep all
         self._held[row] = Prompt(call.input_ids[0].cpu().numpy(), logits)
         return logits
@@ -147,7 +148,7 @@ class Prompts:
         Texts go on with what they hold, which no other text may copy; prompts that are being read
         begin again.
         """
-        self._runner.steps = compiled
+        self._runner.renew(compiled)
         self._held.clear()
         for row, prompt_ids in list(self._queue.reading.items()):
             self.read(row, prompt_ids)

@@ -12,7 +12,7 @@ import torch
 
 from lookahead_hf import compat
 from lookahead_hf.batching.log_probs import LogProbs
-from lookahead_hf.call import emitter
+from lookahead_hf.call import emitter, execution
 from lookahead_hf.call.outputs import RequestedOutputs
 from lookahead_hf.call.prepared import PreparedCall, Request
 from lookahead_hf.call.stopping import knows_criterion
@@ -24,8 +24,13 @@ from lookahead_hf.generation.assembly import build_drafters
 from lookahead_hf.logits.constraints import Constraint
 from lookahead_hf.logits.row_processors import knows_processor
 from lookahead_hf.model import position_limits
+from lookahead_hf.patches.layers import CompiledSteps
+from lookahead_hf.runner.cuda.graphs import WORTHWHILE
+from lookahead_hf.runner.cuda.runner import CudaRunner
+from lookahead_hf.runner.host import Runner
 from lookahead_hf.support import checks
 from lookahead_hf.support.checks import Purpose
+from lookahead_hf.verification import device
 from lookahead_hf.verification.select import rules_of
 from lookahead_hf.verification.walk import Rules
 
@@ -221,14 +226,18 @@ class Maker:
         """
         model = self.model
         self._check_drafters()
-        if model.device.type != "cpu":
-            detail = "an accelerator, on which transformers' own has steps without the host"
-            raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail, "call generate with a batch")
         checks.admit(model, Purpose.REQUESTS)
         if self.request.config.draft_invariant:
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, "draft_invariant=True")
-        trial = self.trial()
-        self.rules(trial, self.outputs(trial), 0)
+        where = model.device
+        serves = where.type == "cpu" or (device.serves(where) and checks.on_device(model, where))
+        if serves:
+            trial = self.trial()
+            rules = self.rules(trial, self.outputs(trial), 0)
+            serves = where.type == "cpu" or rules.takes_likeliest
+        if not serves:
+            detail = "an accelerator, unless tokens are the likeliest and all of the model is there"
+            raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail, "call generate with a batch")
 
     def _check_drafters(self) -> None:
         heads = {"mtp", "medusa"} & {*map(str, self.request.config.drafters or ())}
@@ -243,7 +252,24 @@ class Maker:
                 "not keep: leave it out, or call generate"
             )
 
-    def takes_flat(self) -> bool:
+    def steps(self) -> CompiledSteps:
+        """Return how steps run the layers on a CPU, from what is kept of the model now."""
+        is_wanted = self.request.config.compiled_layers
+        return CompiledSteps(self.model, None if is_wanted else execution.NOT_ASKED_FOR)
+
+    def runner(self, num_rows: int, max_batch_tokens: int | None) -> Runner:
+        """Return what runs the steps of the run."""
+        if device.serves(self.model.device):
+            asked = self.request.config.cuda_graphs
+            runner: Runner = CudaRunner(self.model, num_rows, room=WORTHWHILE, cuda_graphs=asked)
+        else:
+            runner = Runner(self.model, num_rows, None, self.steps(), self._takes_flat())
+        if max_batch_tokens is not None:
+            fits, most = max_batch_tokens // num_rows - 1, runner.most_nodes
+            runner.most_nodes = fits if most is None else min(most, fits)
+        return runner
+
+    def _takes_flat(self) -> bool:
         """Return whether steps may use flat blocks, which hold the tokens of live rows only."""
         call = self.trial()
         position_ids = position_limits.of_prompt(self.model, call.input_ids, call.model_kwargs)

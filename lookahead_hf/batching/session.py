@@ -13,11 +13,10 @@ import torch
 from lookahead_hf import compat
 from lookahead_hf.batching import alone
 from lookahead_hf.batching.log_probs import LogProbs
-from lookahead_hf.batching.request import Job, Maker
 from lookahead_hf.batching.prompts import Prompts
+from lookahead_hf.batching.request import Job
 from lookahead_hf.batching.scheduler import Scheduler
 from lookahead_hf.batching.times import RowTimes
-from lookahead_hf.call import execution
 from lookahead_hf.call.prepared import PreparedCall
 from lookahead_hf.compat.batching import RequestStatus
 from lookahead_hf.distributed.coordinator import Processes
@@ -28,9 +27,9 @@ from lookahead_hf.generation.assembly import build_drafters
 from lookahead_hf.generation.recorder import StatsRecorder
 from lookahead_hf.generation.session import Session
 from lookahead_hf.logits import constraints
-from lookahead_hf.patches.layers import CompiledSteps
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner.host import Runner
+from lookahead_hf.runner.cuda.decision import OnDevice, OnHost
+from lookahead_hf.runner.cuda.runner import CudaRunner
 from lookahead_hf.stats import SpeculativeStats
 from lookahead_hf.verification.walk import Walk
 
@@ -73,7 +72,7 @@ class QueueSession(Session):
     def goes_on(self) -> bool:
         """Pass on what the rows have become, and give free rows to the requests that wait."""
         if self.manager.pauses():
-            self.prompts.renew(compiled_steps(self.manager.maker))
+            self.prompts.renew(self.manager.maker.steps())
         self._free_cancelled()
         stops = self.manager.stops()
         for row, job in list(self.scheduler.jobs.items()):
@@ -90,6 +89,9 @@ class QueueSession(Session):
         return True
 
     def _launch(self, draft: DraftTree) -> Any:
+        if isinstance(self.runner, CudaRunner):
+            on_device = self.verifier.takes_likeliest(self.rows)
+            self.runner.decision = OnDevice() if on_device else OnHost()
         return self.prompts.launch(self.rows, draft)
 
     def observe(self, draft: DraftTree, step: Any, verdict: Verdict) -> None:
@@ -147,6 +149,7 @@ class QueueSession(Session):
             job.constraint = constraints.of_call(job.call.processors, 1)
             job.outputs = self.manager.maker.outputs(job.call)
             job.rules = self.manager.maker.rules(job.call, job.outputs, job.seed)
+            self.runner.make_room(int(job.call.generation_config.max_length))
         ids = job.call.input_ids[0].cpu().numpy()
         logits = self._after_prompt(row, job.call, ids)
         if logits is None:
@@ -263,15 +266,10 @@ class QueueSession(Session):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
+        self.runner.end()
         self.drafts.end(self.rows)
         for row, job in list(self.scheduler.jobs.items()):
             self._fail(row, job, error or RuntimeError(STOPPED))
-
-
-def compiled_steps(maker: Maker) -> CompiledSteps:
-    """Return how steps run the layers, from what is kept of the model now."""
-    is_wanted = maker.request.config.compiled_layers
-    return CompiledSteps(maker.model, None if is_wanted else execution.NOT_ASKED_FOR)
 
 
 def new_session(manager: SpeculativeBatchingManager) -> QueueSession:
@@ -290,9 +288,7 @@ def new_session(manager: SpeculativeBatchingManager) -> QueueSession:
         job = scheduler.jobs.get(row)
         return None if job is None or job.constraint is None else job.constraint.shadow(0)
 
-    runner = Runner(model, num_rows, None, compiled_steps(maker), maker.takes_flat())
-    if manager.max_batch_tokens is not None:
-        runner.most_nodes = manager.max_batch_tokens // num_rows - 1
+    runner = maker.runner(num_rows, manager.max_batch_tokens)
     drafts = DraftSession(
         model,
         request.config,

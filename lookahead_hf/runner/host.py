@@ -71,7 +71,10 @@ class Runner:
         self.by_kernel = Counter[bool]() if shape is not None and shape.by_kernel else None
         self.is_flat = flat
         self.steps = steps
-        self.step_tokens, self._is_nan_alone = np.zeros(num_rows, np.int64), np.zeros(num_rows, bool)
+        self.step_tokens, self._is_nan_alone = (
+            np.zeros(num_rows, np.int64),
+            np.zeros(num_rows, bool),
+        )
         self._is_repeat = self._is_new = False
         self._names = compat.decoder_names(model)
         self.only_chains = bool(facts_of(model).mixers)
@@ -83,13 +86,22 @@ class Runner:
         """Go on behind prompts."""
         self.beginning = beginning
         slots, copies = beginning.cache.slots, state_of(self.model).needs_copies
-        slots.extent.copies = bool(copies) and (numerics.of_model(self.model), self.is_flat) in copies
+        slots.extent.copies = (
+            bool(copies) and (numerics.of_model(self.model), self.is_flat) in copies
+        )
         if self._shape is not None:
             slots.fix(slots.longest + self._shape.room)
         if self.only_chains:
             by_token = self._shape is not None
             self.recurrent = RecurrentLayers(self.model, slots, self.num_rows, by_token)
         self._layout = BlockLayout(self.model, beginning)
+
+    def make_room(self, num_tokens: int) -> None:
+        """Prepare for texts of so many tokens; on the host, rows grow with their texts."""
+
+    def renew(self, steps: CompiledSteps | None) -> None:
+        """Go on with weights that may have changed, and with other compiled layers."""
+        self.steps = steps
 
     def forget_nan(self, row: int) -> None:
         """Let another text, which may show no NaN, take a row."""
@@ -165,13 +177,9 @@ class Runner:
 
     def launch_again(self, rows: Rows) -> StepOutputs:
         """Launch a step without a draft after memory ran out in it or behind it."""
-        self.roll_back()
         step = self.launch(rows, DraftTree.empty(self.num_rows))
         self._is_new = True  # its time is that of two launches
         return step
-
-    def roll_back(self) -> None:
-        """Keep nothing of the latest step; a runner on the host has kept nothing yet."""
 
     def fed_tokens(self, rows: Rows) -> list[np.ndarray]:
         """Return the tokens that a flat block feeds before a draft: each live row's last one."""
@@ -250,7 +258,6 @@ class Runner:
     def repeat_without_draft(self, rows: Rows) -> StepOutputs:
         """Run a step again without its draft, in cleared slots."""
         non_finite.clear(self.cache.slots)
-        self.roll_back()
         step = self.launch(rows, DraftTree.empty(self.num_rows))
         self._is_nan_alone |= step.count_nan() > 0
         self._is_repeat = True

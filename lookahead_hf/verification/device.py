@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from lookahead_hf.draft import DraftTree, Verdict
+from lookahead_hf.draft import DraftTree
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner.outputs import DeviceOutputs, Scores, Scoring
+from lookahead_hf.runner.outputs import Scores, Scoring
 from lookahead_hf.verification.batched_walk import BatchedWalk
 from lookahead_hf.verification.node_processors import NodeProcessors
-from lookahead_hf.verification.walk import Decide, Rules, along
+from lookahead_hf.verification.walk import Rules
 
 
 def serves(device: torch.device) -> bool:
@@ -42,15 +42,6 @@ class Device(BatchedWalk):
             return Scores(scores)
         probs = scores.softmax(-1)
         depths = int(draft.depth.max(initial=0)) + 1
-        return Scores(probs, noise.blocks(rows.num_emitted, depths), probs.amax(-1).isfinite().long())
-
-    def read(self, rows: Rows, draft: DraftTree, step: DeviceOutputs) -> Verdict:
-        """Wait for a step on the device; see `Verifier.read`."""
-        walked = step.walk.take()
-        is_finite = None if step.is_finite is None else step.is_finite.take()
-
-        def decider(row: int) -> Decide:
-            of_row = None if is_finite is None else is_finite[row]
-            return along(walked[row], draft.token_ids[draft.row(row)], of_row)
-
-        return self._walk(rows, decider)
+        return Scores(
+            probs, noise.blocks(rows.num_emitted, depths), probs.amax(-1).isfinite().long()
+        )

@@ -57,7 +57,7 @@ def choose_verifier(call: PreparedCall, emitter: Emitter, processes: Processes) 
         return Rejection(rules, processes)
     on_device = is_replayed and not rules.in_order and not emitter.keeps_outputs
     on_device = on_device and processes.is_alone and node_processors.admits(rules.processors)
-    if on_device and device.serves(where) and checks.on_device(call.model, call.input_ids):
+    if on_device and device.serves(where) and checks.on_device(call.model, where):
         return Device(rules)
     if processes.receive is not None:
         return FollowerWalk(rules, processes)

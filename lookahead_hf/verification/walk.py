@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from lookahead_hf.draft import ROOT, DraftTree, Verdict
 from lookahead_hf.kernels import argmax
 from lookahead_hf.logits.row_processors import RowProcessors
 from lookahead_hf.rows import Rows
+from lookahead_hf.runner.outputs import DeviceOutputs
 from lookahead_hf.verification.generators import OwnGenerators
 from lookahead_hf.verification.noise import Noise
 from lookahead_hf.verification.rng import refuse_unless
@@ -123,6 +125,10 @@ class Walk(Verifier):
         """Return the rules of a row."""
         return self._of_batch or self._of_texts[row]
 
+    def takes_likeliest(self, rows: Rows) -> bool:
+        """Return whether all live rows of a queue take their likeliest tokens."""
+        return all(self.rules_of(row).takes_likeliest for row in np.flatnonzero(rows.live).tolist())
+
     def take(self, rows: Rows, row: int, rules: Rules, logits: torch.Tensor) -> None:
         """Emit the first token of a text in a row of a queue, by the logits, [vocab]."""
         self._of_texts[row] = rules
@@ -153,6 +159,19 @@ class Walk(Verifier):
         if self.rules.emitter.keeps_choices:
             self.rules.score(rows, row, logits)
         self.rules.emitter.feed_pad(rows, row)
+
+    def read(self, rows: Rows, draft: DraftTree, step: Any) -> Verdict:
+        """Decide a step and emit its tokens, or emit what the device has decided."""
+        if not isinstance(step, DeviceOutputs):
+            return super().read(rows, draft, step)
+        walked = step.walk.take()
+        is_finite = None if step.is_finite is None else step.is_finite.take()
+
+        def decider(row: int) -> Decide:
+            of_row = None if is_finite is None else is_finite[row]
+            return along(walked[row], draft.token_ids[draft.row(row)], of_row)
+
+        return self._walk(rows, decider)
 
     def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
         # One launch and one copy for all rows on an accelerator. On a CPU it is faster to look only

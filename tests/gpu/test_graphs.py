@@ -155,7 +155,7 @@ def test_warming_up_as_it_is_called() -> None:
     model = lookahead_hf.enable(on_gpu(max_position_embeddings=1024))
     lookahead_hf.warm_up(model)
     (kept,) = graphs.of_model(model).sets
-    assert {width for width, _ in kept.recordings} <= {*graphs.WIDTHS}
+    assert {width for width, _, _ in kept.recordings} <= {*graphs.WIDTHS}
 
 
 def test_every_step_is_one_launch() -> None:

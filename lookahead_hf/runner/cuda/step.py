@@ -77,9 +77,7 @@ class StepFunction:
             drafter reads them.
         """
         state, draft = self._state, self._state.draft(width)
-        # The host may have kept less of a text that has ended than the walk accepted.
-        state.lengths.copy_(torch.where(draft.live > 0, state.lengths, draft.kept))
-        fed = state.lengths - state.prompt_lengths
+        fed = draft.lengths - state.prompt_lengths
         fed = fed.minimum((fed * draft.live).max())  # an ended text may have filled a table
         held = self._hold(draft, visible)
         built = self._masks(draft, held)
@@ -93,7 +91,7 @@ class StepFunction:
         }
         experts = compat.set_up_for_step(self._model, len(draft.tokens), width)
         context = ForwardContext(self._trees(built, draft, held), by_kernel=self._by_kernel)
-        with experts, running(context, state.lengths.device):
+        with experts, running(context, draft.tokens.device):
             outputs = self._model(**inputs, return_dict=True)
         self.reads_masks = any(lazy_mask.made(mask) is not None for mask in built.values())
         return outputs.logits, compat.last_hidden_states(outputs)
@@ -115,25 +113,20 @@ class StepFunction:
         noise: torch.Tensor | None = None,  # [rows, depths, vocab]
         keep_scan: bool = False,
     ) -> TreeWalk:
-        """Walk down the tree, keep the accepted path in the cache, and add it to the lengths."""
-        state, draft = self._state, self._state.draft(width)
+        """Walk down the tree, and keep the accepted path in the cache."""
+        draft = self._state.draft(width)
         tree = draft.tokens, draft.parents, draft.num_nodes
         depth = None if noise is None else draft.depth
         done = kernels.verify_tree(scores, *tree, noise, depth, keep_scan=keep_scan)
         kept = done.num_accepted + 1
         for group, part in self._groups if width > 1 else ():
-            kernels.compact_path(group.path_table, self._lengths(group, part), done.path, kept)
-        state.lengths.add_(kept * draft.live)
+            lengths = _lengths(group, part, draft)
+            kernels.compact_path(group.path_table, lengths, done.path, kept)
         return done
 
     @property
     def _groups(self) -> list[tuple[SlotGroup, GroupState]]:
         return [*zip(self._cache.slots.each_group(), self._state.groups, strict=True)]
-
-    def _lengths(self, group: SlotGroup, part: GroupState) -> torch.Tensor:
-        """Return the used slots of each row in a group of layers, [rows]."""
-        lengths = self._state.lengths
-        return lengths if group.window is None else lengths - part.dropped
 
     def _hold(self, draft: DraftViews, visible: int) -> dict[str, Held]:
         """Place the block in every group of layers; return what they hold, by kind of mask."""
@@ -142,7 +135,7 @@ class StepFunction:
         row = torch.arange(rows, device=place.device)[:, None]
         found: dict[SlotGroup, Held] = {}
         for group, part in self._groups:
-            lengths, seen = self._lengths(group, part), min(visible, group.capacity)
+            lengths, seen = _lengths(group, part, draft), min(visible, group.capacity)
             flat = row * group.capacity + lengths[:, None] + place
             group.place_at(flat.reshape(-1), seen)
             pads = self._state.pads if group.window is None else self._state.pads + part.dropped
@@ -198,3 +191,8 @@ class StepFunction:
             columns = (held.lengths + held.pads)[:, None] + draft.depth, held.columns
         given = kind, seen, held.lengths, held.visible, columns, self._state.pads
         return masks.additive(*given, self._model.dtype)
+
+
+def _lengths(group: SlotGroup, part: GroupState, draft: DraftViews) -> torch.Tensor:
+    """Return the used slots of each row in a group of layers, [rows]."""
+    return draft.lengths if group.window is None else draft.lengths - part.dropped
