@@ -38,11 +38,10 @@ ROOMS = (
 
 LAYERS = {
     "batching": (
-        "generators log_probs progress threads times",
-        "verifier",
+        "log_probs progress threads times",
         "request",
         "alone queues scheduler",
-        "runner",
+        "prompts",
         "session",
         "manager",
         "methods",
@@ -122,8 +121,8 @@ LAYERS = {
     "runner": (
         """cuda.capture cuda.transfer flat masks non_finite passthrough_kwargs prompts recurrent""",
         "cuda.ahead cuda.state layout outputs",
-        "cuda.graph_set cuda.step prefill",
-        "cuda.decision cuda.graphs host",
+        "cuda.graph_set cuda.step host",
+        "cuda.decision cuda.graphs prefill",
         "cuda.runner",
     ),
     "ray": ("data serving", "__init__"),
@@ -131,7 +130,7 @@ LAYERS = {
     "support": ("self_test", "checks"),
     "verification": (
         "node_processors rng verifier",
-        "lockstep noise",
+        "generators lockstep noise",
         "walk",
         "batched_walk follower rejection",
         "device",

@@ -10,9 +10,9 @@ import torch
 from transformers import StoppingCriteriaList
 
 from lookahead_hf import compat
-from lookahead_hf.batching.generators import OwnGenerators
 from lookahead_hf.batching.log_probs import Found, Wanted
 from lookahead_hf.batching.request import OBJECTS
+from lookahead_hf.verification.generators import OwnGenerators
 
 
 def write(

@@ -12,27 +12,28 @@ import torch
 from transformers import StoppingCriteriaList, StopStringCriteria
 
 from lookahead_hf import compat
-from lookahead_hf.batching.generators import OwnGenerators
 from lookahead_hf.batching.log_probs import Found, KeptScores, Wanted
-from lookahead_hf.batching.verifier import Seeded
-from lookahead_hf.call import emitter
+from lookahead_hf.call import emitter, execution
 from lookahead_hf.call.outputs import RequestedOutputs
 from lookahead_hf.call.prepared import PreparedCall, Request
 from lookahead_hf.call.stopping import knows_criterion
 from lookahead_hf.call.streaming import ColumnStream
 from lookahead_hf.compat.batching import RequestState
 from lookahead_hf.config import drafter_name
-from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.fallback import FallbackReason, Unserved, check_settings
 from lookahead_hf.generation.assembly import build_drafters
 from lookahead_hf.logits.constraints import Constraint
 from lookahead_hf.logits.row_processors import knows_processor
 from lookahead_hf.model import position_limits
+from lookahead_hf.patches.layers import CompiledSteps
+from lookahead_hf.runner.cuda.graphs import WORTHWHILE
+from lookahead_hf.runner.cuda.runner import CudaRunner
+from lookahead_hf.runner.host import Runner
 from lookahead_hf.support import checks
 from lookahead_hf.support.checks import Purpose
-from lookahead_hf.verification.select import choose_verifier
-from lookahead_hf.verification.verifier import Verifier
-from lookahead_hf.verification.walk import Walk
+from lookahead_hf.verification import device
+from lookahead_hf.verification.select import rules_of
+from lookahead_hf.verification.walk import Rules
 
 _STEP = 0x9E3779B1
 """Odd, so that the seeds of 2^32 texts differ: a CPU's generator reads 32 bits."""
@@ -90,7 +91,7 @@ class Job:
     objects: frozenset[int] = frozenset()
     call: PreparedCall | None = None
     outputs: RequestedOutputs | None = None
-    verifier: Verifier | None = None
+    rules: Rules | None = None
     constraint: Constraint | None = None
     log_probs: Found = field(default_factory=Found)
 
@@ -216,8 +217,8 @@ class Maker:
         config = call.generation_config
         return KeptScores(config) if self.log_probs.of_tokens else RequestedOutputs(config, 1)
 
-    def verifier(self, call: PreparedCall, outputs: RequestedOutputs, seed: int) -> Verifier:
-        """Return the verifier of a call's text.
+    def rules(self, call: PreparedCall, outputs: RequestedOutputs, seed: int) -> Rules:
+        """Return how the text of a call gets its tokens.
 
         Raises:
             Unserved: Its samples would depend on drafts, and so on the texts decoded beside it.
@@ -225,11 +226,8 @@ class Maker:
         if self.request.draws(call.do_sample):
             detail = f"verification={self.request.config.verification!r} of samples"
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail, "leave it out")
-        heard = emitter.of_call(call, outputs, ColumnStream(None, 1, call.pad))
-        chosen = choose_verifier(call, heard, Processes(), seed)
-        if isinstance(chosen, Walk) and not chosen.rules.in_order:
-            return chosen
-        return Seeded(chosen, OwnGenerators(call.input_ids.device, seed))
+        emitted = emitter.of_call(call, outputs, ColumnStream(None, 1, call.pad))
+        return rules_of(call, emitted, seed)
 
     def num_draftable(self, call: PreparedCall) -> int:
         """Return how many new tokens of a call drafts may cover."""
@@ -246,14 +244,18 @@ class Maker:
         """
         model = self.model
         self._check_drafters()
-        if model.device.type != "cpu":
-            detail = "an accelerator, on which transformers' own has steps without the host"
-            raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail, "call generate with a batch")
         checks.admit(model, Purpose.REQUESTS)
         if self.request.config.draft_invariant:
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, "draft_invariant=True")
-        trial = self.trial()
-        self.verifier(trial, self.outputs(trial), 0)
+        where = model.device
+        serves = where.type == "cpu" or (device.serves(where) and checks.on_device(model, where))
+        if serves:
+            trial = self.trial()
+            rules = self.rules(trial, self.outputs(trial), 0)
+            serves = where.type == "cpu" or rules.takes_likeliest
+        if not serves:
+            detail = "an accelerator, unless tokens are the likeliest and all of the model is there"
+            raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail, "call generate with a batch")
 
     def _check_drafters(self) -> None:
         heads = {"mtp", "medusa"} & {*map(str, self.request.config.drafters or ())}
@@ -268,7 +270,24 @@ class Maker:
                 "not keep: leave it out, or call generate"
             )
 
-    def takes_flat(self) -> bool:
+    def steps(self) -> CompiledSteps:
+        """Return how steps run the layers on a CPU, from what is kept of the model now."""
+        is_wanted = self.request.config.compiled_layers
+        return CompiledSteps(self.model, None if is_wanted else execution.NOT_ASKED_FOR)
+
+    def runner(self, num_rows: int, max_batch_tokens: int | None) -> Runner:
+        """Return what runs the steps of the run."""
+        if device.serves(self.model.device):
+            asked = self.request.config.cuda_graphs
+            runner: Runner = CudaRunner(self.model, num_rows, room=WORTHWHILE, cuda_graphs=asked)
+        else:
+            runner = Runner(self.model, num_rows, None, self.steps(), self._takes_flat())
+        if max_batch_tokens is not None:
+            fits, most = max_batch_tokens // num_rows - 1, runner.most_nodes
+            runner.most_nodes = fits if most is None else min(most, fits)
+        return runner
+
+    def _takes_flat(self) -> bool:
         """Return whether steps may use flat blocks, which hold the tokens of live rows only."""
         call = self.trial()
         position_ids = position_limits.of_prompt(self.model, call.input_ids, call.model_kwargs)

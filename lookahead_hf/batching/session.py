@@ -13,12 +13,10 @@ import torch
 from lookahead_hf import compat
 from lookahead_hf.batching import alone, log_probs
 from lookahead_hf.batching.log_probs import KeptScores
-from lookahead_hf.batching.request import Job, Maker
-from lookahead_hf.batching.runner import QueueRunner
+from lookahead_hf.batching.prompts import Prompts
+from lookahead_hf.batching.request import Job
 from lookahead_hf.batching.scheduler import Scheduler
 from lookahead_hf.batching.times import RowTimes
-from lookahead_hf.batching.verifier import EachRow
-from lookahead_hf.call import execution
 from lookahead_hf.call.prepared import PreparedCall
 from lookahead_hf.compat.batching import RequestStatus
 from lookahead_hf.distributed.coordinator import Processes
@@ -29,9 +27,11 @@ from lookahead_hf.generation.assembly import build_drafters
 from lookahead_hf.generation.recorder import StatsRecorder
 from lookahead_hf.generation.session import Session
 from lookahead_hf.logits import constraints
-from lookahead_hf.patches.layers import CompiledSteps
 from lookahead_hf.rows import Rows
+from lookahead_hf.runner.cuda.decision import OnDevice, OnHost
+from lookahead_hf.runner.cuda.runner import CudaRunner
 from lookahead_hf.stats import SpeculativeStats
+from lookahead_hf.verification.walk import Walk
 
 if TYPE_CHECKING:
     from lookahead_hf.batching.manager import SpeculativeBatchingManager
@@ -46,6 +46,7 @@ class QueueSession(Session):
     """Decodes requests together; whenever a text ends, the next request takes its row.
 
     Attributes:
+        prompts: What the rows hold of prompts.
         times: The share of each request in the time of the run.
         scheduler: The requests in progress, and the prompts that are being read.
         most_new: Most tokens that the text of each row may have, [rows] int64.
@@ -53,8 +54,8 @@ class QueueSession(Session):
         setup: What `generate` sets up for steps, undone while prompts are read alone.
     """
 
-    runner: QueueRunner
-    verifier: EachRow
+    verifier: Walk
+    prompts: Prompts
     times: RowTimes
     scheduler: Scheduler
     most_new: np.ndarray
@@ -65,13 +66,13 @@ class QueueSession(Session):
         stack.enter_context(self.setup)
         if self.runner.is_flat and self.scheduler.max_batch_tokens is not None:
             # Only a prompt shows the layout of the cache, and the first one may be too long.
-            self.runner.take(0, self.manager.maker.trial(), self._set_up)
-            self.runner.forget([0])
+            self.prompts.take(0, self.manager.maker.trial(), self._set_up)
+            self.prompts.forget([0])
 
     def goes_on(self) -> bool:
         """Pass on what the rows have become, and give free rows to the requests that wait."""
         if self.manager.pauses():
-            self.runner.renew(compiled_steps(self.manager.maker))
+            self.prompts.renew(self.manager.maker.steps())
         self._free_cancelled()
         stops = self.manager.stops()
         for row, job in list(self.scheduler.jobs.items()):
@@ -86,6 +87,12 @@ class QueueSession(Session):
         with self.stats.phase("draft"):
             self.drafts.begin(self.rows)
         return True
+
+    def _launch(self, draft: DraftTree) -> Any:
+        if isinstance(self.runner, CudaRunner):
+            on_device = self.verifier.takes_likeliest(self.rows)
+            self.runner.decision = OnDevice() if on_device else OnHost()
+        return self.prompts.launch(self.rows, draft)
 
     def observe(self, draft: DraftTree, step: Any, verdict: Verdict) -> None:
         """Learn from a committed step, and share its time among the requests."""
@@ -105,12 +112,12 @@ class QueueSession(Session):
 
     def _fill(self) -> None:
         """Give free rows to the requests that wait."""
-        free = sorted(self.scheduler.free_rows, key=self.runner.holds_prompt)
+        free = sorted(self.scheduler.free_rows, key=self.prompts.holds)
         while free and not self.manager.stops():
             job = self.scheduler.next_job()
             if job is None:
                 break
-            holder = self.runner.holder(job.state.initial_tokens)
+            holder = self.prompts.holder(job.state.initial_tokens)
             row = holder if holder in free else free[0]
             free.remove(row)
             job.state.status = RequestStatus.PREFILLING
@@ -118,7 +125,7 @@ class QueueSession(Session):
             self._advance(row, job)
             if row not in self.scheduler.jobs:  # its text has ended at once
                 free.append(row)
-        self.runner.forget(free)
+        self.prompts.forget(free)
 
     def _advance(self, row: int, job: Job) -> None:
         """Go on with the prompt of a request; if that fails, the request alone fails."""
@@ -142,16 +149,17 @@ class QueueSession(Session):
             job.call = self.manager.maker.call(job)
             job.constraint = constraints.of_call(job.call.processors, 1)
             job.outputs = self.manager.maker.outputs(job.call)
-            job.verifier = self.manager.maker.verifier(job.call, job.outputs, job.seed)
+            job.rules = self.manager.maker.rules(job.call, job.outputs, job.seed)
+            self.runner.make_room(int(job.call.generation_config.max_length))
         ids = job.call.input_ids[0].cpu().numpy()
         logits = self._after_prompt(row, job.call, ids)
         if logits is None:
             return
-        assert job.verifier is not None
+        assert job.rules is not None
         job.state.status = RequestStatus.DECODING
         self.rows.take(row, ids)
         self.most_new[row] = self.manager.maker.num_draftable(job.call)
-        self.verifier.take(self.rows, row, job.verifier, logits)
+        self.verifier.take(self.rows, row, job.rules, logits)
 
     def _read_log_probs(self, job: Job) -> None:
         """Let the model read a prompt on its own, if the log probabilities there are wanted."""
@@ -162,19 +170,19 @@ class QueueSession(Session):
             job.log_probs.of_prompt = log_probs.of_prompt(maker.model, ids)
 
     def _after_prompt(self, row: int, call: PreparedCall, ids: np.ndarray) -> torch.Tensor | None:
-        """Return logits after the prompt of a request, [tokens]; None while it is being read."""
-        runner = self.runner
-        holder = runner.holder(ids)
+        """Return logits after a prompt, [tokens], as [vocab]; None while it is being read."""
+        prompts = self.prompts
+        holder = prompts.holder(ids)
         if holder is not None:
-            return runner.share(row, holder)
+            return prompts.share(row, holder)
         if self.scheduler.is_reading(ids):
             return None
-        if runner.reads_in_chunks(ids, bool(self.rows.live.any())):
-            runner.read(row, ids)
+        if prompts.reads_in_chunks(ids, bool(self.rows.live.any())):
+            prompts.read(row, ids)
             return None
         self.setup.close()
         self.times.read_alone(row, len(ids))
-        return runner.take(row, call, self._set_up)
+        return prompts.take(row, call, self._set_up)
 
     def _set_up(self) -> None:
         self.setup.enter_context(compat.set_up_for_decoding(self.manager.model))
@@ -214,7 +222,6 @@ class QueueSession(Session):
         if state.status is RequestStatus.PREFILLING:
             self._advance(row, job)
             return
-        assert job.verifier is not None
         if row in self.verifier.errors:
             self._fail(row, job, self.verifier.errors[row])
             return
@@ -232,7 +239,7 @@ class QueueSession(Session):
                 self.rows,
                 row,
                 **self.times.of_row(row),
-                engine=job.verifier.name,
+                engine=self.verifier.name,
                 per_source=self.drafts.source_stats(row),
                 **self.runner.ways,
             )
@@ -269,15 +276,10 @@ class QueueSession(Session):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
+        self.runner.end()
         self.drafts.end(self.rows)
         for row, job in list(self.scheduler.jobs.items()):
             self._fail(row, job, error or RuntimeError(STOPPED))
-
-
-def compiled_steps(maker: Maker) -> CompiledSteps:
-    """Return how steps run the layers, from what is kept of the model now."""
-    is_wanted = maker.request.config.compiled_layers
-    return CompiledSteps(maker.model, None if is_wanted else execution.NOT_ASKED_FOR)
 
 
 def new_session(manager: SpeculativeBatchingManager) -> QueueSession:
@@ -296,7 +298,7 @@ def new_session(manager: SpeculativeBatchingManager) -> QueueSession:
         job = scheduler.jobs.get(row)
         return None if job is None or job.constraint is None else job.constraint.shadow(0)
 
-    runner = QueueRunner(model, num_rows, compiled_steps(maker), maker.takes_flat(), scheduler)
+    runner = maker.runner(num_rows, manager.max_batch_tokens)
     drafts = DraftSession(
         model,
         request.config,
@@ -310,7 +312,8 @@ def new_session(manager: SpeculativeBatchingManager) -> QueueSession:
         rows=rows,
         drafts=drafts,
         runner=runner,
-        verifier=EachRow(),
+        verifier=Walk(),
+        prompts=Prompts(runner, scheduler),
         processes=Processes(),
         stats=stats,
         times=RowTimes(num_rows, stats),

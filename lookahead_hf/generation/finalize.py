@@ -38,7 +38,7 @@ def break_off(session: BatchSession) -> None:
     that it lacks.
     """
     try:
-        if session.call.returns_cache and session.runner.has_cache:
+        if session.call.returns_cache and session.runner.beginning is not None:
             session.runner.hand_back(int(session.runner.fed.min()))
     finally:
         session.processes.broke_off()

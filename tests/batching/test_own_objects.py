@@ -16,7 +16,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from lookahead_hf.batching import runner as runners
+from lookahead_hf.batching.session import QueueSession
 from tests.helpers import users_parts
 from tests.helpers.models import VOCAB
 from tests.helpers.requests import alone, prompts, results, running, settings, speculated
@@ -51,13 +51,13 @@ OBJECTS: dict[str, Callable[[], dict[str, Any]]] = {
 def live(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many rows decode in every step."""
     counts: list[int] = []
-    launch = runners.QueueRunner.launch
+    launch = QueueSession.launch
 
-    def counted(self: Any, rows: Any, draft: Any) -> Any:
-        counts.append(int(rows.live.sum()))
-        return launch(self, rows, draft)
+    def counted(self: Any, draft: Any) -> Any:
+        counts.append(int(self.rows.live.sum()))
+        return launch(self, draft)
 
-    monkeypatch.setattr(runners.QueueRunner, "launch", counted)
+    monkeypatch.setattr(QueueSession, "launch", counted)
     return counts
 
 
