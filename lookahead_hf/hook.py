@@ -137,7 +137,7 @@ def enable(model: _Model, default: Any = None) -> _Model:
         _put(target, Hook(target))
     if default is not None:
         vars(target)["generate"].default = default
-    ngram_pool.wait_until_loaded(LOADING_SECONDS)
+    ngram_pool.of_process.wait_until_loaded(LOADING_SECONDS)
     return model
 
 

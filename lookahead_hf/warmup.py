@@ -148,10 +148,10 @@ class _Time:
 
 def _compile(limit: _Time, compiled: bool) -> None:
     """Compile numba's functions, or load them; warn where that fails."""
-    if limit.is_endless or not ngram_pool.available():  # what has failed is tried again
+    if limit.is_endless or not ngram_pool.of_process.available():  # what has failed is tried again
         limit.show("compiling")
         compile_or_warn()
-        if compiled and ngram_pool.available():
+        if compiled and ngram_pool.of_process.available():
             compilation.of_kernels.compile_now()
         return
     parts = [compilation.of_process, *([compilation.of_kernels] if compiled else [])]
@@ -159,7 +159,7 @@ def _compile(limit: _Time, compiled: bool) -> None:
         while not part.ready() and part.available() and not limit.is_over:
             limit.show("compiling")
             time.sleep(POLL_SECONDS)
-    if not ngram_pool.available():
+    if not ngram_pool.of_process.available():
         compile_or_warn()
 
 

@@ -26,7 +26,7 @@ BUDGET = SpeculativeConfig(budget=8, on_fallback="error")
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    ngram_pool.compile_now()
+    ngram_pool.of_process.compile_now()
     return lookahead_hf.enable(grammars.model())
 
 

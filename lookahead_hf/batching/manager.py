@@ -71,7 +71,7 @@ class SpeculativeBatchingManager(QueueManager):
 
     def warmup(self) -> None:
         """Wait until the compiled functions for drafting are loaded."""
-        ngram_pool.wait_until_loaded(IDLE_SECONDS)
+        ngram_pool.of_process.wait_until_loaded(IDLE_SECONDS)
         self.warmed_up = True
 
     def start(self) -> None:

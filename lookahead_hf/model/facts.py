@@ -35,7 +35,7 @@ class ModelFacts:
         self.attention_configs = compat.configs_of(modules)
         own = (each for m in modules for each in compat.parameters_of(m).values())
         self.devices = {parameter.device for parameter in own if parameter is not None}
-        self.has_experts = any(map(compat.is_experts, modules))
+        self.has_experts = any("Expert" in type(module).__name__ for module in modules)
         self.is_compiled = any(map(compat.compiled_calls, modules))
         self.is_hooked = any(map(compat.is_hooked, modules))
         windowed = any(map(compat.is_windowed_by_slot, modules))
@@ -66,9 +66,7 @@ def facts_of(model: nn.Module) -> ModelFacts:
     """Return the facts that the latest call on a model has read."""
     facts = state_of(model).get(ModelFacts)
     if facts is None or facts.key != _key(model):
-        read(model)
-        facts = state_of(model).get(ModelFacts)
-        assert facts is not None
+        facts = state_of(model).put(ModelFacts(model, list(model.modules())))
     return facts
 
 

@@ -7,8 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from lookahead_hf.ngram_pool import Continuations, NgramPool
-from lookahead_hf.ngram_pool.matches import LEVELS, NUM_BUCKETS, NUM_SHARES, NUM_TOTALS
+from lookahead_hf.ngram_pool import NgramPool
+from lookahead_hf.ngram_pool.matches import (
+    LEVELS,
+    NUM_BUCKETS,
+    NUM_SHARES,
+    NUM_TOTALS,
+    Continuations,
+)
 
 EVEN = np.full(NUM_BUCKETS, 0.5)
 TEXT = np.random.default_rng(0).zipf(1.3, 4_000) % 500

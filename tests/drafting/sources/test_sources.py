@@ -20,8 +20,7 @@ from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
 from lookahead_hf.ngram_pool import NgramPool
 from tests.helpers.compared import compared, speculated
 from tests.helpers.drafts import rows_of
-from tests.helpers.models import VOCAB, characters, prompt, tiny
-from tests.helpers.unsure import unsure
+from tests.helpers.models import VOCAB, characters, prompt, tiny, unsure
 from tests.helpers.users_parts import Unknown
 
 GREEDY = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
