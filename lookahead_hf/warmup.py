@@ -32,6 +32,7 @@ from lookahead_hf.runner.outputs import DeviceOutputs, Scores
 from lookahead_hf.runner.prefill import start
 from lookahead_hf.support import checks
 from lookahead_hf.support.checks import Purpose
+from lookahead_hf.utils.spelling import spelt_right
 from lookahead_hf.utils.wrappers import unwrap
 from lookahead_hf.verification import device
 
@@ -47,6 +48,7 @@ POLL_SECONDS = 0.05
 logger = logging.getLogger(__name__)
 
 
+@spelt_right
 def warm_up(
     model: Any,
     *,

@@ -96,14 +96,14 @@ LAYERS = {
         "__init__",
     ),
     "kernels": (
-        "_attention_sizes _common _launch cpu.fields cpu.llvm cpu.team path_table results",
-        "cpu.scalars cpu.vectors",
-        """_softmax reference cpu._choice_numba cpu._elementwise_numba cpu._plan_numba
+        "_attention_parts _launch cpu.fields cpu.llvm cpu.team data",
+        "_common cpu.scalars cpu.vectors",
+        """reference cpu._choice_numba cpu._elementwise_numba cpu._plan_numba
         cpu._products_numba tiles""",
         "cpu._attention_numba",
         "cpu._program_numba",
         "cpu.program",
-        "attention compact reject topk trial verify",
+        "attention compact reject topk verify",
         "ahead",
         "dispatch",
         "__init__",

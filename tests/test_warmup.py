@@ -188,3 +188,8 @@ def test_a_bar_appears_after_a_second(
     lookahead_hf.warm_up(model, context_length=20, compiled_layers=False)
     assert bool(shown) is is_shown
     assert all(begin + 1.0 <= now < begin + 3.0 for now in shown[:1])
+
+
+def test_a_name_that_is_misspelt() -> None:
+    with pytest.raises(TypeError, match="did you mean 'batch_size'"):
+        lookahead_hf.warm_up(tiny("llama"), batchsize=4)  # type: ignore[call-arg]

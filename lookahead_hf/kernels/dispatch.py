@@ -12,8 +12,7 @@ import torch
 
 from lookahead_hf.kernels import reference
 from lookahead_hf.kernels.cpu import program
-from lookahead_hf.kernels.path_table import PathTable
-from lookahead_hf.kernels.results import RowScan, TopRows, TreeWalk, Wanted
+from lookahead_hf.kernels.data import PathTable, RowScan, TopRows, TreeWalk, Wanted
 from lookahead_hf.ngram_pool import compilation
 
 MAX_ATTENTION_NODES = 64
@@ -73,9 +72,9 @@ def _has_triton(device: torch.device) -> bool:
     if not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 0):
         return False
     try:
-        from lookahead_hf.kernels import trial
+        from lookahead_hf.kernels import _common
 
-        trial.launch(device)
+        _common.try_launch(device)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:

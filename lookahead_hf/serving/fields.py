@@ -16,8 +16,9 @@ from lookahead_hf.stats import SourceStats, SpeculativeStats
 OF_THE_SERVER = {
     "pool": "start the server with --pool FILE",
     "learn": 'start the server with --config \'{"pool": FILE, "learn": true}\'',
+    "path": "start the server with --config",
 }
-"""Fields that requests cannot set, because they open files or share texts."""
+"""Fields, and options of drafters, that requests cannot set: they open files or share texts."""
 
 _EVENT = b"data: "
 
@@ -94,9 +95,12 @@ def allowed(asked: Any, config: SpeculativeConfig) -> SpeculativeConfig | bool |
 
 
 def _check(fields: Mapping[str, Any]) -> None:
-    for name, remedy in OF_THE_SERVER.items():
-        if fields.get(name):
-            raise ValueError(f"a request cannot set {name}, which is the server's: {remedy}")
+    options = fields.get("options")
+    of_drafters = options.values() if isinstance(options, Mapping) else ()
+    for given in (fields, *of_drafters):
+        for name, remedy in OF_THE_SERVER.items():
+            if isinstance(given, Mapping) and given.get(name):
+                raise ValueError(f"a request cannot set {name}, which is the server's: {remedy}")
 
 
 def _text_of(prediction: Any) -> str | None:

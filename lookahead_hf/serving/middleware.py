@@ -19,11 +19,17 @@ from lookahead_hf.serving.fields import (
     current,
     take_request,
 )
-from lookahead_hf.serving.openai_fields import UnknownModelError, as_error, check_fields, error
+from lookahead_hf.serving.openai_fields import (
+    REFUSED,
+    UnknownModelError,
+    as_error,
+    check_fields,
+    error,
+)
 from lookahead_hf.serving.schemas import take_schema
 from lookahead_hf.serving.tools import take_tools
 
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+PATHS = tuple(REFUSED)
 """Where a request in JSON is answered with generated text."""
 
 

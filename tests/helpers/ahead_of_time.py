@@ -28,10 +28,9 @@ from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from lookahead_hf.kernels import attention, compact, reject, topk, verify
-from lookahead_hf.kernels._attention_sizes import stages
+from lookahead_hf.kernels._attention_parts import stages
 from lookahead_hf.kernels.ahead import compile_steps
-from lookahead_hf.kernels.path_table import PathTable
-from lookahead_hf.kernels.results import Wanted
+from lookahead_hf.kernels.data import PathTable, Wanted
 from lookahead_hf.runner.cuda import graphs
 
 

@@ -51,6 +51,11 @@ def test_a_prediction_is_a_string_or_parts(content: Any) -> None:
         ("speculative", {"pool": "/etc/passwd"}, "--pool FILE"),
         ("speculative", {"learn": True}, '"learn": true'),
         ("speculative", {"method": "suffix"}, '"learn": true'),
+        (
+            "speculative",
+            {"drafters": ["medusa"], "options": {"medusa": {"path": "/etc/passwd"}}},
+            "cannot set path",
+        ),
         ("prediction", "text", '"content": TEXT'),
         ("prediction", {"type": "content"}, '"content": TEXT'),
         ("prediction", {"type": "content", "content": [{"type": "image"}]}, '"type": "text"'),
