@@ -52,7 +52,6 @@ LAYERS = {
         "slots",
         "columns",
         "adopt texts",
-        "column_map",
     ),
     "config": ("vllm", "__init__"),
     "drafting": (
@@ -119,7 +118,7 @@ LAYERS = {
         "layers",
     ),
     "runner": (
-        """cuda.capture cuda.transfer flat masks non_finite passthrough_kwargs prompts recurrent""",
+        """cuda.capture cuda.transfer flat masks non_finite passthrough_kwargs recurrent""",
         "cuda.ahead cuda.state layout outputs",
         "cuda.graph_set cuda.step host",
         "cuda.decision cuda.graphs prefill",

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from lookahead_hf import compat
+from lookahead_hf.cache import hf_layers
 from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.model import position_limits, prefix_tuning
-from lookahead_hf.runner import masks, passthrough_kwargs, prompts
+from lookahead_hf.runner import masks, passthrough_kwargs
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.layout import Beginning
 from lookahead_hf.runner.outputs import StepOutputs
@@ -39,13 +40,13 @@ def prefill(
     """
     model, names = runner.model, compat.decoder_names(runner.model)
     virtual = prefix_tuning.of_model(model).count
-    attended = prompts.attended_columns(model_kwargs.get(names.mask), virtual)
+    attended = _attended_columns(model_kwargs.get(names.mask), virtual)
     passed = passthrough_kwargs.passed_on(model_kwargs, names)
     position_ids = position_limits.of_prompt(model, input_ids, model_kwargs)
     assert position_ids is not None
     given = model_kwargs.get("past_key_values")
     facts = model, generation_config, model_kwargs
-    if runner.is_flat and attended is not None and prompts.may_leave_padding(attended, *facts):
+    if runner.is_flat and attended is not None and _may_leave_padding(attended, *facts):
         _take_over(runner, given, attended, position_ids, passed, is_fed=True)
         outputs: Any = _read(runner, input_ids.numpy(), attended)
         before_steps()
@@ -122,3 +123,46 @@ def _take_over(
     position_ids = position_ids.expand(*position_ids.shape[:-2], num_rows, -1)
     of_prompt = position_ids.numpy() if runner.is_flat else None
     runner.begin(Beginning(cache, kinds, passed, position_ids[..., -1:] + 1, of_prompt))
+
+
+def _attended_columns(
+    mask: torch.Tensor | None,  # [rows, columns]
+    num_virtual: int,
+) -> np.ndarray | None:
+    """Return which columns the rows attend, [rows, virtual + columns] bool, None for all.
+
+    Args:
+        mask: The attention mask that `generate` prepared.
+        num_virtual: Columns before the prompt that every row attends.
+    """
+    if mask is None:
+        return None
+    attended = mask.to("cpu").numpy().astype(bool)
+    return np.pad(attended, ((0, 0), (num_virtual, 0)), constant_values=True)
+
+
+def _may_leave_padding(
+    attended: np.ndarray,  # [rows, columns] bool
+    model: Any,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+) -> bool:
+    """Return whether prompts may be read in a flat block instead of a padded batch.
+
+    The block fills a cache of our own, which holds nothing for pads, so the caller must not see the
+    cache. No window may be shorter than the prompt: it would move while the prompt is read.
+    """
+    cache: Any = model_kwargs.get("past_key_values")
+    if attended.all() or not attended[:, -1].all():
+        return False  # plain generation goes on from a pad at the end of a row
+    if generation_config.return_dict_in_generate or compat.is_users_cache(cache):
+        return False
+    if generation_config.prefill_chunk_size is not None or model_kwargs.get("output_hidden_states"):
+        return False
+    if any(model_kwargs.get(name) is not None for name in compat.PROMPT_ONLY):
+        return False  # embeddings or pictures
+    if type(cache) is not compat.DynamicCache or not cache.layers or cache.get_seq_length():
+        return False
+    windows = [hf_layers.window(layer) for layer in cache.layers]
+    shares = getattr(compat.text_config(model), "num_kv_shared_layers", None)
+    return not shares and all(each is None or each >= attended.shape[1] for each in windows)

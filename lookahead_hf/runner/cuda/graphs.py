@@ -1,8 +1,8 @@
 """The graphs of a model: which ones it keeps, and which call uses which.
 
 A capture freezes adapters, training mode, the attention implementation and every number in Python.
-So a set of graphs belongs to one state of the model and to calls of one kind. Its K and V, lengths
-and drafts keep their addresses, and a later call of that kind moves in.
+So a set of graphs belongs to one state of the model and to calls of one kind. Its K and V, and the
+drafts, keep their addresses, and a later call of that kind moves in.
 """
 
 from __future__ import annotations
