@@ -34,8 +34,8 @@ _PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 """The start of xgrammar's errors: the time, and a line of its source."""
 
 _FORBIDDEN = (
-    "a token was chosen that the grammar forbids: the other processors, or settings such as "
-    "min_new_tokens and no_repeat_ngram_size, leave none of those that it allows"
+    "a token was chosen that the grammar forbids: nothing may follow, or the other processors, "
+    "or settings such as min_new_tokens and no_repeat_ngram_size, leave none of what may"
 )
 
 _KEPT_BYTES = 1 << 28
@@ -141,7 +141,10 @@ def compiled(
     if not each:
         raise ValueError(f"{what} is missing: the list is empty")
     try:
-        return Processor([compile_one(_compiler(tokenizer), one) for one in each])
+        found = [compile_one(_compiler(tokenizer), one) for one in each]
+        if not all(map(_allows_text, found)):
+            raise ValueError("no text obeys it")
+        return Processor(found)
     except Exception as error:  # xgrammar's own classes, and whatever pydantic raises
         reason = _PLACE.sub("", str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"{what} cannot be compiled: {reason}") from error
@@ -155,6 +158,13 @@ def _text_of(schema: Any) -> str:
     if not isinstance(schema, Mapping):
         raise ValueError(f"{schema!r} is no dict, no text and no pydantic model")
     return json.dumps(schema)
+
+
+def _allows_text(grammar: Any) -> bool:
+    """Return whether a text of a compiled grammar can begin."""
+    mask = xgrammar.allocate_token_bitmask(1, grammar.tokenizer_info.vocab_size)
+    constrains = xgrammar.GrammarMatcher(grammar).fill_next_token_bitmask(mask)
+    return not constrains or bool(mask.any())
 
 
 def _compiler(tokenizer: Any) -> Any:

@@ -79,6 +79,7 @@ def test_regular_expressions_and_grammars(model: Any) -> None:
         (structured.json_schema, "{", "Failed to parse JSON"),
         (structured.regex, ["a", "(a"], "the regular expression .*The parenthesis is not closed"),
         (structured.json_schema, [], "the JSON schema is missing: the list is empty"),
+        (structured.json_schema, {"$ref": "#"}, "the JSON schema .*: no text obeys it"),
         (structured.json_schema, 7, "7 is no dict, no text and no pydantic model"),
         (structured.regex, "(a", "the regular expression .*The parenthesis is not closed"),
         (structured.grammar, 'x ::= "a"', 'the grammar .*name "root" is not found'),
