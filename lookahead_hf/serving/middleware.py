@@ -68,7 +68,7 @@ class SpeculativeFields:
         """Return the body without our fields, and the request that they describe."""
         try:
             fields = json.loads(body)
-        except ValueError:
+        except (ValueError, RecursionError):
             fields = None  # transformers says what is wrong
         if not isinstance(fields, dict):
             return body, ServedRequest()
@@ -100,9 +100,12 @@ class SpeculativeFields:
         watching = asyncio.ensure_future(watch())
         try:
             await self._app(scope, next_message, send)
-        except Exception:
+        except Exception as error:
             if request.refusal is None and not request.is_cancelled:
-                raise
+                if request.tools is None or not isinstance(error, ValueError):
+                    raise
+                why = str(error).partition("\n")[0]  # transformers reads whole calls alone
+                request.refusal = f"the answer ends within a tool's call: allow more tokens ({why})"
         finally:
             watching.cancel()
 

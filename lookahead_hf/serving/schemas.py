@@ -26,9 +26,10 @@ def take_schema(body: dict[str, Any]) -> str | None:
     of_text = text.pop("format", None) if isinstance(text, dict) else None
     if text == {}:
         del body["text"]
-    asked: Any = body.pop("response_format", None) or of_text
-    kind = asked.get("type") if isinstance(asked, Mapping) else asked
-    if kind in (None, "text"):
+    of_body = body.pop("response_format", None)
+    asked: Any = of_text if of_body is None else of_body
+    kind = asked.get("type") if isinstance(asked, Mapping) else None
+    if asked is None or kind == "text":
         return None
     if kind == "json_object":
         return '{"type": "object"}'
