@@ -76,10 +76,14 @@ class QueueSession(Session):
         self._free_cancelled()
         stops = self.manager.stops()
         for row, job in list(self.scheduler.jobs.items()):
-            if self._has(row, job):  # not cancelled while another one was written alone
+            if row not in self.scheduler.alone:
                 self._pass_on(row, job)
         if not stops:
             self._fill()
+            while (due := self.scheduler.next_alone()) is not None and not self.manager.stops():
+                self._alone(due)
+                self._fill()
+            stops = self.manager.stops()
         if self.manager.progress is not None:
             self.manager.progress.show(int(self.rows.live.sum()))
         if stops or not self.scheduler.jobs:
@@ -133,7 +137,7 @@ class QueueSession(Session):
             with self.times.phase(row, "prefill"):
                 self._prefill(row, job)
         except Unserved as unserved:
-            self._alone(row, job, unserved)
+            self.scheduler.put_aside(row, unserved)
         except Exception as error:
             self._fail(row, job, error)
         else:
@@ -187,8 +191,9 @@ class QueueSession(Session):
     def _set_up(self) -> None:
         self.setup.enter_context(compat.set_up_for_decoding(self.manager.model))
 
-    def _alone(self, row: int, job: Job, unserved: Unserved) -> None:
+    def _alone(self, row: int) -> None:
         """Let plain `generate` write a text that cannot be decoded together with others."""
+        job, unserved = self.scheduler.jobs[row], self.scheduler.alone[row].unserved
 
         def on_token() -> bool:
             self._note_tokens(job, 1)
