@@ -37,15 +37,12 @@ from lookahead_hf.runner.cuda import graphs
 class Gpu(NamedTuple):
     """A GPU to compile for.
 
-    Attributes:
-        target: What Triton compiles for.
-        shared_bytes: Shared memory that a program may use.
-        stack_bytes: Bytes per thread that attention keeps in memory for want of registers, as
-            Triton 3.9 compiles it; on RDNA only with heads of more than 128 dimensions.
+    For want of registers, attention keeps `stack_bytes` per thread in memory, as Triton 3.9
+    compiles it; on RDNA only with heads of more than 128 dimensions.
     """
 
     target: GPUTarget
-    shared_bytes: int
+    shared_bytes: int  # that a program may use
     stack_bytes: int = 0
 
 

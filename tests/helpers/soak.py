@@ -41,13 +41,7 @@ def resident() -> int:
 
 
 class Soak:
-    """Random calls on models that stay, and on some that go.
-
-    Attributes:
-        num_calls: Calls so far.
-        num_accepted: Draft tokens that they accepted.
-        sizes: Calls so far and resident bytes, from time to time.
-    """
+    """Random calls on models that stay, and on some that go."""
 
     def __init__(self, seconds: float) -> None:
         self._random, self._seconds = random.Random(0), seconds
@@ -56,7 +50,7 @@ class Soak:
         self._real, self._tokenizer = load_real_model(torch.bfloat16)
         self._texts = texts(per_family=1, longest=400)
         self.num_calls, self.num_accepted = 0, 0
-        self.sizes: list[tuple[int, int]] = []
+        self.sizes: list[tuple[int, int]] = []  # calls so far and resident bytes, now and then
 
     def run(self) -> None:
         """Make calls until the time is over."""
