@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+from jinja2 import TemplateError
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -100,7 +101,9 @@ class SpeculativeFields:
         watching = asyncio.ensure_future(watch())
         try:
             await self._app(scope, next_message, send)
-        except Exception:
+        except Exception as error:
+            if isinstance(error, TemplateError):
+                request.refusal = f"the model's chat template refuses the messages: {error}"
             if request.refusal is None and not request.is_cancelled:
                 raise
         finally:
