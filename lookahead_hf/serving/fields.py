@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lookahead_hf.config import SpeculativeConfig
-from lookahead_hf.serving.openai_fields import samples
+from lookahead_hf.serving.openai_fields import media, samples
 from lookahead_hf.stats import SourceStats, SpeculativeStats
 
 OF_THE_SERVER = {
@@ -33,6 +33,7 @@ class ServedRequest:
         speculative: A configuration, False for plain decoding, None for the server's default.
         prediction: The text that the client expects.
         samples: Whether it asks for a sample.
+        media: The type of its first part that is no text, such as a picture.
         schema: The JSON schema of the answer, None for any text.
         tools: The tools of which the answer calls one, by name, with the JSON schemas of their
             parameters; None if it need not call any.
@@ -45,6 +46,7 @@ class ServedRequest:
     speculative: SpeculativeConfig | bool | None = None
     prediction: str | None = None
     samples: bool = False
+    media: str | None = None
     schema: str | None = None
     tools: Mapping[str, Any] | None = None
     is_cancelled: bool = False
@@ -68,7 +70,7 @@ def take_request(body: dict[str, Any], config: SpeculativeConfig) -> ServedReque
         ValueError: A field has a value that is not allowed.
     """
     asked, prediction = body.pop("speculative", None), body.pop("prediction", None)
-    return ServedRequest(allowed(asked, config), _text_of(prediction), samples(body))
+    return ServedRequest(allowed(asked, config), _text_of(prediction), samples(body), media(body))
 
 
 def allowed(asked: Any, config: SpeculativeConfig) -> SpeculativeConfig | bool | None:

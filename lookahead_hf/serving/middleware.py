@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+from jinja2 import TemplateError
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -101,6 +102,8 @@ class SpeculativeFields:
         try:
             await self._app(scope, next_message, send)
         except Exception as error:
+            if isinstance(error, TemplateError):
+                request.refusal = f"the model's chat template refuses the messages: {error}"
             if request.refusal is None and not request.is_cancelled:
                 if request.tools is None or not isinstance(error, ValueError):
                     raise

@@ -60,6 +60,9 @@ TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
 }
 """Fields of any path: the types of their values, and what to give."""
 
+MEDIA = ("image_url", "input_image", "input_audio", "audio_url", "video_url", "file", "input_file")
+"""Parts of a message that transformers' server leaves out for a model that reads text alone."""
+
 _NEEDED = {CHAT: "messages", RESPONSES: "input"}
 
 
@@ -116,6 +119,18 @@ def samples(body: Mapping[str, Any]) -> bool:
     if body.get("generation_config") is not None or temperature == 0:
         return False
     return temperature is not None or (top_p is not None and top_p < 1)
+
+
+def media(body: Mapping[str, Any]) -> str | None:
+    """Return the type of the first part of the messages that is no text, None if all are."""
+    messages = body.get("messages") or body.get("input")
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, Mapping) else None
+        for part in content if isinstance(content, list) else [message]:
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if kind in MEDIA:
+                return str(kind)
+    return None
 
 
 def listing(manager: Any) -> Callable[[], list[dict[str, Any]]]:

@@ -9,6 +9,9 @@ from typing import Any
 from lookahead_hf.serving.fields import ServedRequest, current
 from lookahead_hf.serving.tools import calling
 
+_TEXT = ("input_ids", "attention_mask", "token_type_ids")
+"""Arguments of a generation that hold text."""
+
 
 def take_schema(body: dict[str, Any]) -> str | None:
     """Take the answer's format, which transformers' server ignores, out of a request's body.
@@ -54,9 +57,12 @@ def obey(request: ServedRequest, given: dict[str, Any], model: Any, tokenizer: A
         tokenizer: Its tokenizer, or the processor that has it.
 
     Raises:
-        ValueError: A schema cannot be compiled, xgrammar is not installed, or the model's way to
-            call tools is unknown.
+        ValueError: A schema cannot be compiled, xgrammar is not installed, the model's way to call
+            tools is unknown, or it does not read what the messages hold.
     """
+    has_media = any(hasattr(value, "shape") for name, value in given.items() if name not in _TEXT)
+    if request.media is not None and not has_media:
+        raise ValueError(f"{request.media}: this model reads text alone, so leave that part out")
     if request.schema is None and request.tools is None:
         return
     try:

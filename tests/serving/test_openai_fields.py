@@ -17,6 +17,7 @@ from tests.helpers.served import Served, serving
 from tests.helpers.tiny_chat import DRAFTING
 
 SAID = [{"role": "user", "content": "a"}]
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
 NEEDED: dict[str, dict[str, Any]] = {
     CHAT: {"messages": SAID},
     COMPLETIONS: {"prompt": "a"},
@@ -108,6 +109,12 @@ def test_the_first_calls_of_open_webui(served: Served) -> None:
         (CHAT, {"generation_config": {"top_k": 5}}, "give a text that holds JSON"),
         (CHAT, {"messages": None}, "the request has no messages"),
         (CHAT, {"messages": ["a"]}, "'a' is no message: give an object with role and content"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [PICTURE]}]},
+            "image_url: this model reads",
+        ),
+        (RESPONSES, {"input": [{"type": "input_image", "image_url": "x"}]}, "reads text alone"),
         (RESPONSES, {"input": ""}, "the request has no input: give a text or a list"),
     ],
 )
@@ -189,3 +196,13 @@ def test_the_docs_say_what_each_field_does(path: str) -> None:
     page = (Path(__file__).parents[2] / "docs" / "serve.md").read_text(encoding="utf-8")
     named = {*re.findall(r"`(\w+)`", page)} | {"text"}
     assert {*kinds[path].__annotations__} <= named
+
+
+def test_what_the_chat_template_says(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Templates of some models refuse a system prompt, or two questions in a row."""
+    (timed,) = served.server._model_manager.loaded_models.values()
+    template = "{{ raise_exception('roles must alternate') }}"
+    monkeypatch.setattr(timed.processor, "chat_template", template)
+    status, answer = posted(served, CHAT, {"model": served.folder, "messages": SAID})
+    said = json.loads(answer)["error"]["message"]
+    assert (status, said.partition(": ")[2]) == (400, "roles must alternate")
