@@ -30,8 +30,8 @@ except ImportError as error:
 
 __all__ = ["Processor", "grammar", "json_schema", "regex"]
 
-_PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
-"""The start of xgrammar's errors: the time, and a line of its source."""
+_PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: (Check failed: .*? is false: )?")
+"""The start of xgrammar's errors: the time, a line of its source, and what it checks there."""
 
 _FORBIDDEN = (
     "a token was chosen that the grammar forbids: nothing may follow, or the other processors, "
@@ -152,6 +152,10 @@ def compiled(
 
 def _text_of(schema: Any) -> str:
     if isinstance(schema, str):
+        try:
+            json.loads(schema)
+        except ValueError as error:
+            raise ValueError(f"it is no JSON: {error}") from error
         return schema
     if hasattr(schema, "model_json_schema"):
         schema = schema.model_json_schema()

@@ -76,7 +76,7 @@ def test_regular_expressions_and_grammars(model: Any) -> None:
     [
         (structured.json_schema, {"type": "x"}, 'the JSON schema .*: Unsupported type "x"'),
         (structured.json_schema, {"$ref": "#/x"}, "Cannot find field x in #/x"),
-        (structured.json_schema, "{", "Failed to parse JSON"),
+        (structured.json_schema, "{", "the JSON schema .*: it is no JSON: Expecting"),
         (structured.regex, ["a", "(a"], "the regular expression .*The parenthesis is not closed"),
         (structured.json_schema, [], "the JSON schema is missing: the list is empty"),
         (structured.json_schema, {"$ref": "#"}, "the JSON schema .*: no text obeys it"),
