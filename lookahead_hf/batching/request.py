@@ -90,7 +90,6 @@ class Job:
     names: frozenset[str] = frozenset()
     objects: frozenset[int] = frozenset()
     call: PreparedCall | None = None
-    outputs: RequestedOutputs | None = None
     rules: Rules | None = None
     constraint: Constraint | None = None
     log_probs: Found = field(default_factory=Found)
@@ -212,12 +211,7 @@ class Maker:
         checks.admit_call(call)
         return call
 
-    def outputs(self, call: PreparedCall) -> RequestedOutputs:
-        """Return what keeps the requested outputs of a call's text."""
-        config = call.generation_config
-        return KeptScores(config) if self.log_probs.of_tokens else RequestedOutputs(config, 1)
-
-    def rules(self, call: PreparedCall, outputs: RequestedOutputs, seed: int) -> Rules:
+    def rules(self, call: PreparedCall, seed: int) -> Rules:
         """Return how the text of a call gets its tokens.
 
         Raises:
@@ -226,8 +220,10 @@ class Maker:
         if self.request.draws(call.do_sample):
             detail = f"verification={self.request.config.verification!r} of samples"
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail, "leave it out")
-        emitted = emitter.of_call(call, outputs, ColumnStream(None, 1, call.pad))
-        return rules_of(call, emitted, seed)
+        config = call.generation_config
+        keeps = self.log_probs.of_tokens
+        outputs = KeptScores(config) if keeps else RequestedOutputs(config, 1)
+        return rules_of(call, emitter.of_call(call, outputs, ColumnStream(None, 1, call.pad)), seed)
 
     def num_draftable(self, call: PreparedCall) -> int:
         """Return how many new tokens of a call drafts may cover."""
@@ -251,8 +247,8 @@ class Maker:
         serves = where.type == "cpu" or (device.serves(where) and checks.on_device(model, where))
         if serves:
             trial = self.trial()
-            rules = self.rules(trial, self.outputs(trial), 0)
-            serves = where.type == "cpu" or rules.takes_likeliest
+            decides = self.rules(trial, 0).takes_likeliest
+            serves = where.type == "cpu" or decides
         if not serves:
             detail = "an accelerator, unless tokens are the likeliest and all of the model is there"
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail, "call generate with a batch")

@@ -152,8 +152,7 @@ class QueueSession(Session):
             self._read_log_probs(job)
             job.call = self.manager.maker.call(job)
             job.constraint = constraints.of_call(job.call.processors, 1)
-            job.outputs = self.manager.maker.outputs(job.call)
-            job.rules = self.manager.maker.rules(job.call, job.outputs, job.seed)
+            job.rules = self.manager.maker.rules(job.call, job.seed)
             self.runner.make_room(int(job.call.generation_config.max_length))
         ids = job.call.input_ids[0].cpu().numpy()
         logits = self._after_prompt(row, job.call, ids)
@@ -233,8 +232,9 @@ class QueueSession(Session):
         emitted = self.rows.emitted(row)
         new = emitted[known:].tolist()
         state.generated_tokens += new
-        if isinstance(job.outputs, KeptScores):
-            job.log_probs.add(self.manager.maker.log_probs, job.outputs.take(), new)
+        outputs = self.verifier.rules_of(row).emitter.outputs
+        if isinstance(outputs, KeptScores):
+            job.log_probs.add(self.manager.maker.log_probs, outputs.take(), new)
         self._note_tokens(job, len(new))
         if self.rows.finished[row]:
             state.generated_tokens = emitted.tolist()  # a processor may have edited earlier ones

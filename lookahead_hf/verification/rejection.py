@@ -38,7 +38,7 @@ class Rejection(Walk):
     def __init__(self, rules: Rules, processes: Processes | None = None) -> None:
         super().__init__(rules, processes)
         processors, self._processed = rules.processors, None
-        if processors.all_known and admits(processors) and not rules.emitter.keeps_choices:
+        if processors.all_known and admits(processors) and not rules.emitter.outputs.chooses:
             self._processed = NodeProcessors(processors)
 
     def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:

@@ -55,7 +55,7 @@ def choose_verifier(call: PreparedCall, emitter: Emitter, processes: Processes) 
 
     if call.request.draws(call.do_sample):
         return Rejection(rules, processes)
-    on_device = is_replayed and not rules.in_order and not emitter.keeps_outputs
+    on_device = is_replayed and not rules.in_order and not emitter.outputs
     on_device = on_device and processes.is_alone and node_processors.admits(rules.processors)
     if on_device and device.serves(where) and checks.on_device(call.model, where):
         return Device(rules)

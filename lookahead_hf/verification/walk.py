@@ -57,7 +57,7 @@ class Rules:
     @property
     def takes_likeliest(self) -> bool:
         """Whether the likeliest token is chosen, and the scores are not asked for."""
-        return not (self.do_sample or self.emitter.keeps_choices) and self.processors.empty
+        return not (self.do_sample or self.emitter.outputs.chooses) and self.processors.empty
 
     def begin(self, vocab: int) -> None:
         """Prepare the noise of samples, before the first token."""
@@ -156,7 +156,7 @@ class Walk(Verifier):
             rules.processors.end(torch.from_numpy(ids).to(rules.emitter.device), texts)
 
     def feed_pad(self, rows: Rows, row: int, logits: torch.Tensor) -> None:
-        if self.rules.emitter.keeps_choices:
+        if self.rules.emitter.outputs.chooses:
             self.rules.score(rows, row, logits)
         self.rules.emitter.feed_pad(rows, row)
 
