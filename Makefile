@@ -1,7 +1,7 @@
 # make demo       build .venv, fetch a small model, compare plain and speculative generation
 # make test       build .venv, lint, type check, run the tests (downloads the same model once)
 # make test-all   the same with the slow tests
-# make test-oldest  the tests with the oldest supported transformers, in a separate venv
+# make test-oldest  the core tests with the oldest supported transformers, in a separate venv
 # make test-ecosystem  the libraries that call `generate`, in a separate venv (some gigabytes)
 # make docs       the documentation as a site in build/site
 # make bench      the end-to-end benchmark (ARGS="--families code_edit --rounds 1")
@@ -16,23 +16,15 @@ ARGS ?=
 # The number of processes that run the tests, each with one thread.
 WORKERS ?= 2
 OLDEST_TRANSFORMERS := 5.17.0
-# Tests that do not use transformers, those of benchmarks, jobs and mixers, which take long, and
-# tests of what only its newest version has.
-NOT_ON_OLDEST := --ignore tests/kernels --ignore tests/ngram_pool --ignore tests/cli --ignore tests/logits \
-	--ignore tests/batching --ignore tests/serving/test_continuous_batching.py \
-	--ignore tests/benchmarks --ignore tests/ray --ignore tests/support/test_self_test_of_mixers.py \
-	--ignore tests/cache/test_indexed_layers.py \
-	--ignore tests/drafting/sources/test_mtp.py --ignore tests/test_multimodal.py \
-	--ignore tests/test_models_table.py \
+# The rooms that touch transformers' code, and whole calls, without what only its newest version has.
+CORE_TESTS := $(addprefix tests/,cache call compat generation model patches runner support verification \
+	test_abuse.py test_auto.py test_encoder_decoder.py test_fallback.py test_half_precision.py \
+	test_hook.py test_lossless.py test_lossless_assistant.py test_pipelines.py test_properties.py \
+	test_quantization.py test_real_model.py test_speech.py test_wrappers.py)
+NOT_ON_OLDEST := --ignore tests/compat/test_private_names.py --ignore tests/cache/test_indexed_layers.py \
+	--ignore tests/support/test_self_test_of_mixers.py \
 	--deselect tests/patches/layers/test_compiled.py::test_a_family_writes_plains_text \
-	--deselect tests/serving/test_openai_fields.py::test_the_first_calls_of_open_webui \
-	--deselect tests/test_autocast.py::test_requests_are_decoded_together_under_autocast \
-	--deselect tests/test_structured.py::test_requests_of_a_queue_have_schemas_of_their_own \
-	--deselect tests/test_structured.py::test_a_wrong_shadow_in_a_queue_costs_its_request_alone \
-	--deselect tests/test_locks.py::test_requests \
-	--ignore tests/serving/test_schemas.py --ignore tests/serving/test_tools.py \
-	--deselect tests/runner/test_architectures.py::test_logits_are_plains \
-	--deselect "tests/ecosystem/test_callers.py::test_caller[transformers serve --continuous-batching, the OpenAI client]"
+	--deselect tests/runner/test_architectures.py::test_logits_are_plains
 
 PYTEST := -m pytest -q -n $(WORKERS) --dist worksteal
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
@@ -49,7 +41,7 @@ test-all: lint
 	.venv/bin/python $(PYTEST) $(ARGS)
 
 test-oldest: .venv-oldest/.tests
-	.venv-oldest/bin/python $(PYTEST) -m "not gpu and not slow" $(NOT_ON_OLDEST) $(ARGS)
+	.venv-oldest/bin/python $(PYTEST) -m "not gpu and not slow" $(CORE_TESTS) $(NOT_ON_OLDEST) $(ARGS)
 
 test-ecosystem: .venv-ecosystem/.tests
 	.venv-ecosystem/bin/python -m pytest -q tests/ecosystem $(ARGS)

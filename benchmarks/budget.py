@@ -175,7 +175,7 @@ def main() -> None:
 
     folder = folder_of(load()[0], cache_root() / "texts")
     texts = recorded(load, slice(8, 8 + arguments.prompts_per_family), 128, folder)
-    ngram_pool.compile_now()
+    ngram_pool.of_process.compile_now()
     rates = [simulate(texts, scene) for scene in SCENES]
     for scene, rate in zip(SCENES, rates, strict=True):
         print(f"{scene.name:32} {rate:.3f}")

@@ -38,14 +38,14 @@ def num_columns(batch: Batch) -> int:
     return int(batch.inputs["input_ids"].shape[1])
 
 
-def read_prompts(families: list[str] | None) -> dict[str, list[str]]:
-    """Prompts by family, in the file's order; None reads all families.
+def read_prompts(families: list[str] | None, path: Path = PROMPTS) -> dict[str, list[str]]:
+    """Prompts by family, in the order of the file of JSON lines; None reads all families.
 
     Raises:
         ValueError: A family that the file does not have.
     """
     known: dict[str, list[str]] = {}
-    with PROMPTS.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8") as lines:
         for row in map(json.loads, lines):
             known.setdefault(row["family"], []).append(row["prompt"])
     unknown = sorted(set(families or ()) - set(known))

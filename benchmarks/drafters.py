@@ -4,9 +4,9 @@ The texts are greedy fp32 outputs, recorded once with the target's likeliest tok
 position. Every drafter is then replayed on them, so no clock is involved and no drafter changes the
 text. The first eight prompts of each family are left out, since the initial acceptance rates were
 measured on them. The peers are rewritten from their papers and code, with published settings.
-Only the logits of the text itself were recorded. Drafters that also recycle those of rejected nodes
-(Token Recycling, SAM-Decoding, this project's) get them with --on-model, which runs the model on
-every draft and takes hours on a CPU. Without it they score lower than they would.
+Only the logits of the text itself were recorded. Drafters that also recycle those of rejected
+nodes (Token Recycling, SAM-Decoding, RACER, this project's) get them with --on-model, which runs
+the model on every draft and takes hours on a CPU. Without it they score lower than they would.
 
     python benchmarks/drafters.py
     python benchmarks/drafters.py --json drafters.json --plot drafters.svg
@@ -29,7 +29,7 @@ import common
 import torch
 from on_model import OnModel
 from ours import Ours
-from peers import LogitSpec, PromptLookup, SamDecoding, SuffixDecoding, TokenRecycling
+from peers import LogitSpec, PromptLookup, Racer, SamDecoding, SuffixDecoding, TokenRecycling
 from record import folder_of, recorded
 from replay import RECORDED, Contender, Line, Outcome, Recorded, replay
 
@@ -45,6 +45,7 @@ def peers() -> list[Contender]:
         PromptLookup(ngram_size=3),
         TokenRecycling(),
         SamDecoding(),
+        Racer(),
         LogitSpec(),
         SuffixDecoding(),
         SuffixDecoding(tree=True, factor=4.0, depth=64),
@@ -111,6 +112,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--model", help="a folder or hub name (default: the demo's model)")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--prompts", type=Path, default=common.PROMPTS, help="file of JSON lines")
     parser.add_argument("--prompts-per-family", type=int, default=8)
     parser.add_argument("--skip", type=int, default=8, help="leave out the first of each family")
     parser.add_argument("--new-tokens", type=int, default=128)
@@ -134,7 +136,7 @@ def read_texts(arguments: argparse.Namespace, load: Callable[[], tuple[Any, Any]
 
     folder = arguments.texts or folder_of(load()[0], cache_root() / "texts")
     chosen = slice(arguments.skip, arguments.skip + arguments.prompts_per_family)
-    return recorded(load, chosen, arguments.new_tokens, folder)
+    return recorded(load, chosen, arguments.new_tokens, folder, arguments.prompts)
 
 
 def main(argv: list[str] | None = None) -> None:

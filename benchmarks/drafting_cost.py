@@ -219,7 +219,7 @@ def main(argv: list[str] | None = None) -> None:
     chosen = slice(8, 8 + arguments.prompts_per_family)
     texts = recorded(load, chosen, arguments.new_tokens, folder)
     texts = [text for text in texts if len(text.output) == arguments.new_tokens]
-    ngram_pool.compile_now()
+    ngram_pool.of_process.compile_now()
     measured = list(lines(arguments, texts, model.config.vocab_size))
     print("| system | rows | propose | observe | both | nodes per row | tokens per row step |")
     print("|---|---|---|---|---|---|---|")

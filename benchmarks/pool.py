@@ -80,7 +80,7 @@ def pool_looks(name: str, pool: NgramPool, fresh: np.ndarray, looks: Looks) -> I
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Line]:
-    ngram_pool.compile_now()
+    ngram_pool.of_process.compile_now()
     text = read_text(arguments.pool_tokens + 200_000)
     fresh, old = text[:200_000], text[200_000:]
     looks = Looks(arguments.looks)

@@ -1,5 +1,7 @@
 """Time code edits with the old file as `prediction=`, against plain and without the prediction.
 
+The same file is also drafted from as servers do it, by its longest common run with the text.
+
 A small model edits badly, so the edits run backwards: the plain output for a request is the new
 file, and undoing one edit in it makes the old file. Undoing restores a name, removes lines that
 the edit inserted, inserts lines that it deleted, or restores words that it changed. The old file,
@@ -24,14 +26,16 @@ from pathlib import Path
 from typing import Any
 
 import common
+from peers.common_run import CommonRun
 from results import print_lines
 
 import lookahead_hf
+from lookahead_hf import SpeculativeConfig
 from lookahead_hf.cli.env import machine
 from lookahead_hf.cli.measuring import OURS, PLAIN, Batch, Call, Run, timed_call
 from lookahead_hf.cli.summary import summarize
 
-PREDICTED = "with prediction"
+PREDICTED, COMMON_RUN = "with prediction", "with its longest common run"
 SPECULATIVE: Any = True
 
 MIN_TOKENS = 100
@@ -122,11 +126,15 @@ def make_edit(model: Any, tokenizer: Any, at: int, request: str, shared: dict[st
 def measure(
     model: Any, tokenizer: Any, edit: Edit, shared: dict[str, Any], rounds: int
 ) -> list[Run]:
-    """Time plain generation, and speculation without and with the prediction."""
+    """Time plain generation, and speculation without and with two uses of the prediction."""
+    expected = CommonRun(tokenizer(edit.old, add_special_tokens=False).input_ids)
     ways: dict[str, dict[str, Any]] = {
         PLAIN: {},
         OURS: {"speculative": SPECULATIVE},
         PREDICTED: {"speculative": SPECULATIVE, "prediction": edit.old, "tokenizer": tokenizer},
+        COMMON_RUN: {
+            "speculative": SpeculativeConfig(drafters=("ngram", "recycling", expected)),
+        },
     }
     runs = [Run(edit.kind, name) for name in ways]
     for number in range(rounds):
@@ -170,7 +178,7 @@ def main(argv: list[str] | None = None) -> None:
             continue
         measured = measure(model, tokenizer, edit, shared, arguments.rounds)
         runs += measured
-        line = summarize(measured)[-1]
+        line = next(each for each in summarize(measured) if each.system == PREDICTED)
         print(
             f"{at + 1} {edit.kind}: {line.tokens} tokens, {edit.num_changed} old lines differ, "
             f"{line.tokens_per_step:.2f} tokens per step, {line.ratio:.2f} times plain",

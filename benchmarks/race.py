@@ -19,8 +19,7 @@ from arrivals import Run, generate
 
 import lookahead_hf
 from lookahead_hf.cli.env import machine
-from lookahead_hf.trace import MODEL
-from lookahead_hf.trace.text import pieces_of
+from lookahead_hf.trace import MODEL, pieces_of
 
 COLUMNS, LINE, TOP = 58, 16.5, 66
 """Characters of a line; pixels of a line, and above the first one."""

@@ -26,7 +26,11 @@ CHUNK = 128
 
 
 def recorded(
-    load: Callable[[], tuple[Any, Any]], chosen: slice, new_tokens: int, folder: Path
+    load: Callable[[], tuple[Any, Any]],
+    chosen: slice,
+    new_tokens: int,
+    folder: Path,
+    prompts: Path = common.PROMPTS,
 ) -> list[Text]:
     """Return the texts of the `chosen` prompts of each family; record those that `folder` lacks.
 
@@ -35,13 +39,14 @@ def recorded(
         chosen: Slice of a family's prompts that are short enough.
         new_tokens: Longest output.
         folder: Where the texts are kept.
+        prompts: JSON lines, each with the `family` and the `prompt`.
 
     Returns:
         The first text of every family, then the second of every family and so on, so that a
         drafter with a memory keeps something of all kinds of texts.
     """
     model, tokenizer = load()
-    batches = _in_turn(common.batches(tokenizer, common.read_prompts(None), chosen, 1))
+    batches = _in_turn(common.batches(tokenizer, common.read_prompts(None, prompts), chosen, 1))
     folder.mkdir(parents=True, exist_ok=True)
     texts = []
     for done, batch in enumerate(batches):

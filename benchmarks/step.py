@@ -48,6 +48,7 @@ from lookahead_hf.rows import Rows
 from lookahead_hf.runner.cuda.runner import CudaRunner
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.outputs import DeviceOutputs
+from lookahead_hf.runner.prefill import start
 from lookahead_hf.support import checks
 
 SHAPES = {
@@ -193,7 +194,7 @@ class Bench:
                 # With room for one token no step follows, and none tries what layers read.
                 given = {"room": max(2, 1 + nodes), "cuda_graphs": cuda_graphs}
             target: Any = (CudaRunner if on_device else Runner)(self.model, self.rows, **given)
-            target.start(self.prompt, DynamicCache(config=self.model.config))
+            start(target, self.prompt, DynamicCache(config=self.model.config))
             texts, draft = self._texts(), self._draft(nodes)
             try:
                 if on_device:

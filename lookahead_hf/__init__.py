@@ -88,7 +88,9 @@ _HOME = {
 def __getattr__(name: str) -> Any:
     """Import a public name on its first use, since most of them need torch."""
     if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        known = importlib.import_module(__name__)  # of which Python suggests a name
+        message = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(message, name=name, obj=known)
     value = getattr(importlib.import_module(f"{__name__}.{_HOME.get(name, 'hook')}"), name)
     globals()[name] = value
     return value

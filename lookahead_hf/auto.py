@@ -40,8 +40,7 @@ enable_everywhere(default=_SWITCHES.get(_value, _value))
 def run_program(words: Sequence[str]) -> None:
     """Run a program in this process, where every model takes `speculative=`.
 
-    Args:
-        words: The program's name and its arguments, after `--speculative` if that is wanted.
+    `words` are the program's name and its arguments, after `--speculative` if that is wanted.
     """
     if words[:1] == ["--speculative"]:
         enable_everywhere(default=True)

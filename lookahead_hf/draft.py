@@ -58,13 +58,6 @@ class DraftTree:
         """Return the nodes of one row as a slice of the flat arrays."""
         return slice(int(self.row_offsets[row]), int(self.row_offsets[row + 1]))
 
-    def of_row(self, row: int) -> DraftTree:
-        """Return the draft of one row alone, without evidence."""
-        nodes = self.row(row)
-        fields = self.token_ids, self.parents, self.depth, self.score
-        ids, parents, depth, score = (each[nodes] for each in fields)
-        return DraftTree(np.array([0, nodes.stop - nodes.start]), ids, parents, depth, score)
-
     @property
     def max_nodes(self) -> int:
         """Number of nodes of the largest row."""

@@ -140,16 +140,10 @@ class SpeculationFallbackError(ValueError):
 def report(
     model: Any, unserved: Unserved, on_fallback: str, instead: str = "plain generate"
 ) -> None:
-    """Report that a call is not speculated.
+    """Report that a call is not speculated, as the configuration chose by `on_fallback`.
 
-    Args:
-        model: The model; each reason is warned of once per model.
-        unserved: The reason.
-        on_fallback: The configuration's choice: "warn", "error" or "silent".
-        instead: What runs.
-
-    Raises:
-        SpeculationFallbackError: With `on_fallback="error"`.
+    "warn" warns of each reason once per model, and says what runs `instead`; "error" raises
+    SpeculationFallbackError.
     """
     if on_fallback == "error":
         raise SpeculationFallbackError(f"this call cannot be speculated: {unserved}") from unserved
@@ -161,8 +155,7 @@ def report(
 def check_settings(setting: Callable[[str], Any]) -> None:
     """Raise Unserved if a generation setting asks for decoding that cannot be speculated.
 
-    Args:
-        setting: Returns the value of a generation setting by name, as `generate` will see it.
+    `setting` returns the value of a generation setting by name, as `generate` will see it.
     """
     for is_met, reason, name in _SETTINGS:
         value = setting(name)

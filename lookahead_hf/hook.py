@@ -38,10 +38,7 @@ class SpeculativeMixin(GenerationMixin):
 
 
 class Hook:
-    """Replaces `generate` on a model object and keeps what it replaced.
-
-    A copy of the model, also a pickled one, has a hook of its own, which belongs to the copy.
-    """
+    """Replaces `generate` of one model object; a copy, also a pickled one, has its own hook."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -113,8 +110,8 @@ def _put(model: Any, generate: Any) -> None:
 def enable(model: _Model, default: Any = None) -> _Model:
     """Let `model.generate` take `speculative=`, or speculate without it (`default=True`).
 
-    Copies made by `copy.deepcopy` and by pickle are enabled too, independently. A copy made by
-    `copy.copy` shares the hook, so its `generate` runs the model that was enabled.
+    Copies made by `copy.deepcopy` and by pickle are enabled too, independently; one made by
+    `copy.copy` shares the hook, so that its `generate` runs the model that was enabled.
 
     The first call in a process loads the functions that numba compiled earlier, which takes a
     second. Where there are none yet, another process compiles them in the background.
@@ -124,7 +121,6 @@ def enable(model: _Model, default: Any = None) -> _Model:
             DistributedDataParallel, PEFT or a quantiser's wrapper.
         default: What calls without `speculative=` do where no generation config sets it: any value
             that `speculative=` takes. None leaves the default as it is, at first plain `generate`.
-            A default with a pool or a drafter object is not stored in pickles.
 
     Returns:
         The same object.
@@ -137,7 +133,7 @@ def enable(model: _Model, default: Any = None) -> _Model:
         _put(target, Hook(target))
     if default is not None:
         vars(target)["generate"].default = default
-    ngram_pool.wait_until_loaded(LOADING_SECONDS)
+    ngram_pool.of_process.wait_until_loaded(LOADING_SECONDS)
     return model
 
 
@@ -149,10 +145,9 @@ def _resolved(default: Any) -> Any:
 def disable(model: _Model) -> _Model:
     """Undo `enable`: `model.generate` is again exactly what it was.
 
-    This frees what the library keeps for later calls on the model: programs of compiled layers with
-    their buffers, and captured graphs with their K and V. It does so for any model that has
-    generated speculatively, enabled or not; a later speculative call makes them anew. Freed memory
-    goes back to the system.
+    This frees what the library keeps for later calls on any model: programs of compiled layers with
+    their buffers, and captured graphs with their K and V. A later speculative call makes them anew.
+    Freed memory goes back to the system.
 
     Args:
         model: A model, enabled or not.
@@ -172,17 +167,20 @@ def disable(model: _Model) -> _Model:
 def enabled(model: _Model) -> Iterator[_Model]:
     """Enable a model inside a `with` block, and restore it afterwards.
 
-    Unless the model was enabled before, the end of the block frees what was kept of it for later
-    calls, as `disable` does. Use `enable` for a series of calls.
+    Unless it was enabled before, the end of the block frees what was kept for later calls, as
+    `disable` does. Use `enable` for a series of calls.
     """
     target = unwrap(model)
     found = vars(target).get("generate")
+    default = getattr(found, "default", None)
     enable(target)
     try:
         yield model
     finally:
         _put(target, found)
-        if not isinstance(found, Hook):
+        if isinstance(found, Hook):
+            found.default = default
+        else:
             state_of(target).free()
 
 
@@ -217,7 +215,7 @@ def enable_everywhere(default: Any = None) -> None:
 def disable_everywhere() -> None:
     """Undo `enable_everywhere`; models that were enabled one by one stay enabled.
 
-    This frees what was kept of all other models for later calls, as `disable` does.
+    This frees what was kept of all other models, as `disable` does.
     """
     global _everywhere, _default
     hook, _everywhere, _default = _everywhere, None, None
@@ -248,8 +246,7 @@ def _class_hook(original: Callable[..., Any]) -> Callable[..., Any]:
 def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Generate speculatively without patching anything: `model.generate` with speculation on.
 
-    What is kept of the model for later calls (buffers of compiled layers, captured graphs) is freed
-    with the model, or by `disable(model)`.
+    What is kept of the model for later calls is freed with it, or by `disable(model)`.
 
     Args:
         model: As for `enable`.

@@ -22,34 +22,23 @@ class ModelState:
 
     Objects of other rooms are kept by their class. The state lives as long as the model, but not on
     the model: a lock or a tensor there would be copied, pickled and saved with it.
-
-    Attributes:
-        lock: Held while something is read and replaced.
-        warned: Warnings that were given: reasons for a fallback, and quantised activations.
-        run_blocks: Mode and tokens of the blocks that were run, and whether they were flat.
-        trials: Results of self tests, empty for no fault, by numerics and whether blocks were
-            flat; with each the hooks that may have caused it, None if none may.
-        needs_copies: Keys of `trials` whose self test needed contiguous K and V.
-        kernel_trials: Whether our kernel does all attention, by numerics.
-        mask_sources: Sources of the forwards that handle masks.
-        fixed_attention: Ids of configurations whose attention implementation must stay.
-        patch_users: Calls in progress that have patched the model.
-        patches: Callbacks that undo the attributes that these calls set on modules.
-        stepwise_mixers: Mixers that get a block's tokens one by one, by numerics, once tested.
     """
 
     lock: threading.RLock = field(default_factory=threading.RLock)
-    warned: set[str] = field(default_factory=set)
-    run_blocks: set[tuple[str, int, bool]] = field(default_factory=set)
+    warned: set[str] = field(default_factory=set)  # reasons for a fallback, quantised activations
+    run_blocks: set[tuple[str, int, bool]] = field(default_factory=set)  # mode, tokens, if flat
+    # Results of self tests, empty for no fault, by numerics and whether blocks were flat; with each
+    # the hooks that may have caused it, None if none may.
     trials: dict[tuple[Numerics, bool], tuple[str, frozenset[int] | None]] = field(
         default_factory=dict
     )
-    needs_copies: set[tuple[Numerics, bool]] = field(default_factory=set)
-    kernel_trials: dict[Numerics, bool] = field(default_factory=dict)
-    mask_sources: list[str] | None = None
-    fixed_attention: set[int] | None = None
-    patch_users: set[object] = field(default_factory=set)
-    patches: list[Callable[[], None]] = field(default_factory=list)
+    needs_copies: set[tuple[Numerics, bool]] = field(default_factory=set)  # contiguous K and V
+    kernel_trials: dict[Numerics, bool] = field(default_factory=dict)  # of all attention
+    mask_sources: list[str] | None = None  # of the forwards that handle masks
+    fixed_attention: set[int] | None = None  # ids of configurations whose attention must stay
+    patch_users: set[object] = field(default_factory=set)  # calls in progress
+    patches: list[Callable[[], None]] = field(default_factory=list)  # undo attributes of modules
+    # Mixers that get a block's tokens one by one, by numerics, once tested.
     stepwise_mixers: dict[Hashable, frozenset[int]] = field(default_factory=dict)
     _kept: dict[type, Any] = field(default_factory=dict)
 

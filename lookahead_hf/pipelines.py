@@ -75,8 +75,7 @@ def _kind_of(task: str | None) -> type[Any] | None:
     if isinstance(kind, str):  # the path of a class that is not imported yet
         module, _, name = kind.rpartition(".")
         kind = getattr(importlib.import_module(module), name)
-    found: type[Any] = kind
-    return found
+    return kind
 
 
 def _check(task: str | None, kind: type[Any]) -> None:
@@ -108,7 +107,9 @@ class _Nesting(transformers.Pipeline):
         return preprocess, forward, postprocess
 
     def _forward(self, model_inputs: Any, **kwargs: Any) -> Any:
-        return super()._forward(model_inputs, **_nested(kwargs))
+        ours = {name: kwargs.pop(name) for name in OURS if name in kwargs}
+        given = {**ours, **(kwargs.pop("generate_kwargs", None) or {})}  # whose entries win
+        return super()._forward(model_inputs, **kwargs, generate_kwargs=given)
 
 
 class SpeculativeImageTextToTextPipeline(_Nesting, ImageTextToTextPipeline):
@@ -117,12 +118,6 @@ class SpeculativeImageTextToTextPipeline(_Nesting, ImageTextToTextPipeline):
 
 class SpeculativeAnyToAnyPipeline(_Nesting, AnyToAnyPipeline):
     """An any-to-any pipeline whose calls take `speculative=`."""
-
-
-def _nested(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Move our arguments into `generate_kwargs`, whose own entries win."""
-    ours = {name: kwargs.pop(name) for name in OURS if name in kwargs}
-    return {**kwargs, "generate_kwargs": {**ours, **(kwargs.get("generate_kwargs") or {})}}
 
 
 _NESTING = {

@@ -68,19 +68,6 @@ class Rows:
         self.take(row, np.zeros(1, np.int64))
         self.end(row)
 
-    def of_row(self, row: int, room: int) -> Rows:
-        """Return a row as a batch of its own, which may emit `room` more tokens.
-
-        Both share their memory, until this batch grows or the row takes another text.
-        """
-        self._make_room(int((self._width + self.num_emitted).max()) + room)
-        alone, here = copy.copy(self), slice(row, row + 1)
-        alone.num_rows = 1
-        for name, value in vars(self).items():
-            if isinstance(value, np.ndarray):
-                setattr(alone, name, value[here])
-        return alone
-
     @property
     def prompt_columns(self) -> int:
         """Columns of the padded prompt, or of the longest one."""

@@ -30,25 +30,33 @@ except ImportError as error:
 
 __all__ = ["Processor", "grammar", "json_schema", "regex"]
 
-_PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
-"""The start of xgrammar's errors: the time, and a line of its source."""
+_PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: (Check failed: .*? is false: )?")
+"""The start of xgrammar's errors: the time, a line of its source, and what it checks there."""
+
+_FORBIDDEN = (
+    "a token was chosen that the grammar forbids: nothing may follow, or the other processors, "
+    "or settings such as min_new_tokens and no_repeat_ngram_size, leave none of what may"
+)
 
 _KEPT_BYTES = 1 << 28
 """Size of the compiled grammars that are kept for a tokenizer."""
 
-_compilers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+_compilers: WeakKeyDictionary[Any, tuple[Any, Any]] = WeakKeyDictionary()
+"""What each tokenizer was when its compiler was made, and the compiler."""
 
 
 class Processor(hf.LogitsProcessor):
     """xgrammar's processor, also for models with more logits than the tokenizer has tokens."""
 
+    prefilled: bool
     _columns = 0  # of the latest call
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return the scores, [rows, vocab], without the tokens that may not follow.
 
         Raises:
-            ValueError: The processor has served another call of `generate`.
+            ValueError: The processor has served another call of `generate`, or something else has
+                chosen a token that may not follow.
         """
         columns = input_ids.shape[1]
         if self.prefilled and columns != self._columns + 1:
@@ -56,6 +64,11 @@ class Processor(hf.LogitsProcessor):
                 "this processor has served another call of generate: make one for each call"
             )
         self._columns = columns
+        if self.prefilled:
+            for matcher, token in zip(self.matchers, input_ids[:, -1].tolist(), strict=False):
+                if not (matcher.is_terminated() or matcher.accept_token(token)):
+                    raise ValueError(_FORBIDDEN)
+            self.prefilled = False  # xgrammar would accept the token again, in an assertion
         known = super().__call__(input_ids, scores[:, : self.full_vocab_size].contiguous())
         missing = scores.shape[1] - known.shape[1]
         return torch.nn.functional.pad(known, (0, missing), value=-torch.inf)
@@ -125,8 +138,13 @@ def compiled(
         ValueError: It cannot be compiled.
     """
     each = given if isinstance(given, (list, tuple)) else [given]
+    if not each:
+        raise ValueError(f"{what} is missing: the list is empty")
     try:
-        return Processor([compile_one(_compiler(tokenizer), one) for one in each])
+        found = [compile_one(_compiler(tokenizer), one) for one in each]
+        if not all(map(_allows_text, found)):
+            raise ValueError("no text obeys it")
+        return Processor(found)
     except Exception as error:  # xgrammar's own classes, and whatever pydantic raises
         reason = _PLACE.sub("", str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"{what} cannot be compiled: {reason}") from error
@@ -134,6 +152,10 @@ def compiled(
 
 def _text_of(schema: Any) -> str:
     if isinstance(schema, str):
+        try:
+            json.loads(schema)
+        except ValueError as error:
+            raise ValueError(f"it is no JSON: {error}") from error
         return schema
     if hasattr(schema, "model_json_schema"):
         schema = schema.model_json_schema()
@@ -142,10 +164,19 @@ def _text_of(schema: Any) -> str:
     return json.dumps(schema)
 
 
+def _allows_text(grammar: Any) -> bool:
+    """Return whether a text of a compiled grammar can begin."""
+    mask = xgrammar.allocate_token_bitmask(1, grammar.tokenizer_info.vocab_size)
+    constrains = xgrammar.GrammarMatcher(grammar).fill_next_token_bitmask(mask)
+    return not constrains or bool(mask.any())
+
+
 def _compiler(tokenizer: Any) -> Any:
     """Return the compiler of a tokenizer, or of the one that a processor of pictures has."""
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-    if tokenizer not in _compilers:
+    now = len(tokenizer), tokenizer.eos_token_id  # tokens may be added at any time
+    if tokenizer not in _compilers or _compilers[tokenizer][0] != now:
         info = xgrammar.TokenizerInfo.from_huggingface(tokenizer)
-        _compilers[tokenizer] = xgrammar.GrammarCompiler(info, cache_limit_bytes=_KEPT_BYTES)
-    return _compilers[tokenizer]
+        compiler = xgrammar.GrammarCompiler(info, cache_limit_bytes=_KEPT_BYTES)
+        _compilers[tokenizer] = now, compiler
+    return _compilers[tokenizer][1]

@@ -29,8 +29,10 @@ from lookahead_hf.runner.cuda.decision import OnDevice
 from lookahead_hf.runner.cuda.runner import CudaRunner
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.outputs import DeviceOutputs, Scores
+from lookahead_hf.runner.prefill import start
 from lookahead_hf.support import checks
 from lookahead_hf.support.checks import Purpose
+from lookahead_hf.utils.spelling import spelt_right
 from lookahead_hf.utils.wrappers import unwrap
 from lookahead_hf.verification import device
 
@@ -46,6 +48,7 @@ POLL_SECONDS = 0.05
 logger = logging.getLogger(__name__)
 
 
+@spelt_right
 def warm_up(
     model: Any,
     *,
@@ -147,10 +150,10 @@ class _Time:
 
 def _compile(limit: _Time, compiled: bool) -> None:
     """Compile numba's functions, or load them; warn where that fails."""
-    if limit.is_endless or not ngram_pool.available():  # what has failed is tried again
+    if limit.is_endless or not ngram_pool.of_process.available():  # what has failed is tried again
         limit.show("compiling")
         compile_or_warn()
-        if compiled and ngram_pool.available():
+        if compiled and ngram_pool.of_process.available():
             compilation.of_kernels.compile_now()
         return
     parts = [compilation.of_process, *([compilation.of_kernels] if compiled else [])]
@@ -158,7 +161,7 @@ def _compile(limit: _Time, compiled: bool) -> None:
         while not part.ready() and part.available() and not limit.is_over:
             limit.show("compiling")
             time.sleep(POLL_SECONDS)
-    if not ngram_pool.available():
+    if not ngram_pool.of_process.available():
         compile_or_warn()
 
 
@@ -201,8 +204,7 @@ def _runner(
     model: Any, num_rows: int, max_new_tokens: int, do_sample: bool, compiled: bool
 ) -> Runner:
     """Build the runner of such calls."""
-    nothing = torch.empty(num_rows, 0, device=model.device)
-    if device.serves(model.device) and checks.on_device(model, nothing):
+    if device.serves(model.device) and checks.on_device(model, model.device):
         decision = OnDevice(_unaltered if do_sample else None)
         return CudaRunner(model, num_rows, decision=decision, room=max_new_tokens)
     is_flat = num_rows > 1 and checks.takes_flat(model, torch.zeros(num_rows, 1), {})
@@ -224,7 +226,7 @@ def _measure(runner: Runner, context_length: int, most_nodes: int, limit: _Time)
     with patched(model):
         prompt = torch.from_numpy(ids).to(model.device)
         cache = compat.DynamicCache(config=model.config)
-        runner.start(prompt, cache, position_ids=compat.text_positions(model, prompt))
+        start(runner, prompt, cache, position_ids=compat.text_positions(model, prompt))
         for row in range(num_rows):
             rows.emit(row, int(ids[row, 0]))
         limit.show("preparing layers, or capturing steps")
@@ -264,8 +266,6 @@ def _time_step(runner: Runner, rows: Rows, token: int, num_nodes: int) -> float:
     step = runner.launch(rows, draft)
     if isinstance(step, DeviceOutputs):
         step.walk.take()
-        seconds = time.perf_counter() - start
-        runner.roll_back()
-        return seconds
-    step.logits[:, -1, -1].cpu()  # waits for the device
+    else:
+        step.logits[:, -1, -1].cpu()  # waits for the device
     return time.perf_counter() - start

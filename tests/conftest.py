@@ -62,8 +62,8 @@ def compiled() -> None:
     import lookahead_hf.patches.layers  # noqa: F401 (the same)
     from lookahead_hf.ngram_pool import compilation
 
-    if compilation.available():
-        compilation.compile_now()
+    if compilation.of_process.available():
+        compilation.of_process.compile_now()
         compilation.of_kernels.compile_now()
 
 

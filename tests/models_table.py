@@ -73,25 +73,15 @@ of its own, whatever its type.
 
 @dataclass(frozen=True)
 class Line:
-    """One model type.
-
-    Attributes:
-        model_type: Its name.
-        one: What a call with one row does.
-        ragged: What a call with two rows of different lengths does.
-        drafts: The shape of its drafts.
-        device: How steps run on a GPU.
-        inputs: The arguments beside token ids.
-        reason: Why some call runs plainly.
-    """
+    """One model type."""
 
     model_type: str
-    one: str = ""
-    ragged: str = ""
-    drafts: str = ""
-    device: str = ""
-    inputs: str = ""
-    reason: str = ""
+    one: str = ""  # what a call with one row does
+    ragged: str = ""  # what a call with two rows of different lengths does
+    drafts: str = ""  # their shape
+    device: str = ""  # how steps run on a GPU
+    inputs: str = ""  # the arguments beside token ids
+    reason: str = ""  # why some call runs plainly
 
     def __str__(self) -> str:
         last = "; ".join(filter(None, (self.inputs, self.reason)))
@@ -270,7 +260,7 @@ def _compile() -> None:
     from lookahead_hf import ngram_pool
 
     torch.set_num_threads(1)
-    ngram_pool.compile_now()
+    ngram_pool.of_process.compile_now()
 
 
 if __name__ == "__main__":

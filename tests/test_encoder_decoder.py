@@ -18,10 +18,9 @@ from lookahead_hf.rows import Rows
 from lookahead_hf.support.checks import ENCODER_DECODERS
 from tests.helpers.compared import compared, speculated
 from tests.helpers.encoder_decoder import GREEDY, SAMPLED, call, texts, tiny_pair
-from tests.helpers.models import prompt, tiny
+from tests.helpers.models import prompt, tiny, unsure
 from tests.helpers.outputs import ALL, assert_close
 from tests.helpers.scripted import Scripted, empty, right
-from tests.helpers.unsure import unsure
 
 SEEN = ("decoder_hidden_states", "decoder_attentions", "cross_attentions")
 OF_ENCODER = ("encoder_hidden_states", "encoder_attentions")

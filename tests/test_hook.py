@@ -79,8 +79,10 @@ def test_enabled_restores_what_it_found(model: Any) -> None:
         hook = vars(model)["generate"]
         with lookahead_hf.enabled(model):
             assert vars(model)["generate"] is hook
+            lookahead_hf.enable(model, default=True)
             lookahead_hf.disable(model)
         assert vars(model)["generate"] is hook
+        assert hook.default is None
     assert "generate" not in vars(model)
     with pytest.raises(KeyError), lookahead_hf.enabled(model):
         raise KeyError
@@ -261,3 +263,16 @@ def test_default_is_kept_by_save_pretrained(
     assert not hasattr(loaded.generation_config, "speculative")
     run(loaded)
     assert len(decoding.calls) == 1
+
+
+def test_a_prediction_in_a_call_that_does_not_speculate_is_told(model: Any) -> None:
+    lookahead_hf.enable(model)
+    with pytest.raises(ValueError, match="pass speculative=True too"):
+        run(model, prediction=[5, 6])
+    run(model, prediction=[5, 6], speculative=False)
+
+
+def test_python_suggests_the_name_that_was_meant() -> None:
+    with pytest.raises(AttributeError) as raised:
+        lookahead_hf.enabel  # noqa: B018
+    assert (raised.value.name, raised.value.obj) == ("enabel", lookahead_hf)

@@ -38,11 +38,10 @@ ROOMS = (
 
 LAYERS = {
     "batching": (
-        "generators log_probs progress threads times",
-        "verifier",
+        "log_probs progress threads times",
         "request",
         "alone queues scheduler",
-        "runner",
+        "prompts",
         "session",
         "manager",
         "methods",
@@ -53,7 +52,6 @@ LAYERS = {
         "slots",
         "columns",
         "adopt texts",
-        "column_map",
     ),
     "config": ("vllm", "__init__"),
     "drafting": (
@@ -97,14 +95,14 @@ LAYERS = {
         "__init__",
     ),
     "kernels": (
-        "_attention_sizes _common _launch cpu.fields cpu.llvm cpu.team path_table results",
-        "cpu.scalars cpu.vectors",
-        """_softmax reference cpu._choice_numba cpu._elementwise_numba cpu._plan_numba
+        "_attention_parts _launch cpu.fields cpu.llvm cpu.team data",
+        "_common cpu.scalars cpu.vectors",
+        """reference cpu._choice_numba cpu._elementwise_numba cpu._plan_numba
         cpu._products_numba tiles""",
         "cpu._attention_numba",
         "cpu._program_numba",
         "cpu.program",
-        "attention compact reject topk trial verify",
+        "attention compact reject topk verify",
         "ahead",
         "dispatch",
         "__init__",
@@ -120,10 +118,10 @@ LAYERS = {
         "layers",
     ),
     "runner": (
-        """cuda.capture cuda.transfer flat masks non_finite passthrough_kwargs prompts recurrent""",
+        """cuda.capture cuda.transfer flat masks non_finite passthrough_kwargs recurrent""",
         "cuda.ahead cuda.state layout outputs",
-        "cuda.graph_set cuda.step prefill",
-        "cuda.decision cuda.graphs host",
+        "cuda.graph_set cuda.step host",
+        "cuda.decision cuda.graphs prefill",
         "cuda.runner",
     ),
     "ray": ("data serving", "__init__"),
@@ -131,7 +129,7 @@ LAYERS = {
     "support": ("self_test", "checks"),
     "verification": (
         "node_processors rng verifier",
-        "lockstep noise",
+        "generators lockstep noise",
         "walk",
         "batched_walk follower rejection",
         "device",

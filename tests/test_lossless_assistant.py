@@ -13,8 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lookahead_hf.drafting.sources.assistant.drafter import AssistantDrafter
 from tests.helpers.calls import GREEDY, compare, padded
-from tests.helpers.models import VOCAB, characters, prompt, tiny
-from tests.helpers.unsure import unsure
+from tests.helpers.models import VOCAB, characters, prompt, tiny, unsure
 
 SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.5, "top_k": 20}
 MODES = pytest.mark.parametrize("mode", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

@@ -1,4 +1,4 @@
-"""Rows that one text after another takes, and a row seen as a batch of its own."""
+"""Rows that one text after another takes."""
 
 from __future__ import annotations
 
@@ -31,24 +31,6 @@ def test_a_row_takes_one_text_after_another() -> None:
     assert copy.emitted(1).tolist() == [8, 9]
     rows.take(1, np.arange(100))
     assert (rows.prompt_length(1), rows.last_token(1), rows.emitted(1).size) == (100, 99, 0)
-
-
-def test_a_row_alone_writes_into_the_batch() -> None:
-    rows = Rows.without_texts(2)
-    rows.take(0, np.arange(200))
-    rows.take(1, np.array([5, 6]))
-    for start in range(0, 300, 50):  # more than there is room for at first
-        alone = rows.of_row(1, 50)
-        for token in range(start, start + 50):
-            alone.emit(0, token)
-    assert rows.emitted(1).tolist() == alone.emitted(0).tolist() == [*range(300)]
-    assert rows.context(0).tolist() == [*range(200)]
-    edited = torch.from_numpy(alone.ids(0)).clone()
-    edited[0], edited[-1] = 9, 8
-    alone.rewrite(0, edited)
-    alone.end(0)
-    assert (rows.context(1)[0], rows.last_token(1)) == (9, 8)
-    assert rows.finished.tolist() == [False, True]
 
 
 def test_pads_are_columns_but_no_context() -> None:

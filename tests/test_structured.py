@@ -29,7 +29,7 @@ from tests.helpers.grammars import END, LIBRARIES, SCHEMAS, WIDTH, processor, sc
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    ngram_pool.compile_now()
+    ngram_pool.of_process.compile_now()
     return lookahead_hf.enable(grammars.model())
 
 

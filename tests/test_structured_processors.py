@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import subprocess
@@ -26,7 +27,7 @@ BUDGET = SpeculativeConfig(budget=8, on_fallback="error")
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    ngram_pool.compile_now()
+    ngram_pool.of_process.compile_now()
     return lookahead_hf.enable(grammars.model())
 
 
@@ -75,8 +76,10 @@ def test_regular_expressions_and_grammars(model: Any) -> None:
     [
         (structured.json_schema, {"type": "x"}, 'the JSON schema .*: Unsupported type "x"'),
         (structured.json_schema, {"$ref": "#/x"}, "Cannot find field x in #/x"),
-        (structured.json_schema, "{", "Failed to parse JSON"),
+        (structured.json_schema, "{", "the JSON schema .*: it is no JSON: Expecting"),
         (structured.regex, ["a", "(a"], "the regular expression .*The parenthesis is not closed"),
+        (structured.json_schema, [], "the JSON schema is missing: the list is empty"),
+        (structured.json_schema, {"$ref": "#"}, "the JSON schema .*: no text obeys it"),
         (structured.json_schema, 7, "7 is no dict, no text and no pydantic model"),
         (structured.regex, "(a", "the regular expression .*The parenthesis is not closed"),
         (structured.grammar, 'x ::= "a"', 'the grammar .*name "root" is not found'),
@@ -95,12 +98,32 @@ def test_what_is_no_tokenizer_is_one_sentence(make: Any) -> None:
     assert "\n" not in str(raised.value)
 
 
+def test_tokens_that_are_added_later_count() -> None:
+    tokenizer = copy.deepcopy(grammars.tokenizer())
+    before = structured.regex("<new>", tokenizer).full_vocab_size
+    tokenizer.add_tokens(["<new>"])
+    assert structured.regex("<new>", tokenizer).full_vocab_size == before + 1
+
+
 def test_a_processor_serves_one_call(model: Any) -> None:
     own = [structured.json_schema(SCHEMAS[0], grammars.tokenizer())]
     ids = torch.arange(20, 32)[None]
     model.generate(ids, max_new_tokens=4, logits_processor=own)
     with pytest.raises(ValueError, match="has served another call of generate: make one for each"):
         model.generate(ids, max_new_tokens=4, logits_processor=own)
+
+
+@pytest.mark.filterwarnings("ignore:the drafter .grammar. failed")
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("speculative", [False, True])
+def test_settings_that_contradict_a_grammar_are_named(
+    model: Any, speculative: bool, rows: int
+) -> None:
+    own = [structured.json_schema(schema(a={"const": 1}), grammars.tokenizer())]
+    ids = torch.arange(20, 32).expand(rows, -1)
+    given = {"min_new_tokens": 60, "max_new_tokens": 80, "do_sample": False}
+    with pytest.raises(ValueError, match="that the grammar forbids.*min_new_tokens"):
+        model.generate(ids, **given, logits_processor=own, speculative=speculative)
 
 
 _CALL = """

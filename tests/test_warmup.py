@@ -40,7 +40,7 @@ def test_costs_are_known_afterwards(batch_size: int, compiled: bool, mode: str) 
 
     assert all(num_samples(num_nodes) >= 3 for num_nodes in (0, 1, 2, 4, 8, 16))
     assert num_samples(32) == 0
-    assert ngram_pool.compiled()
+    assert ngram_pool.of_process.compiled()
     assert model.config._attn_implementation == "sdpa"
     assert model.generate(prompt(), max_new_tokens=8, do_sample=False).tolist() == before.tolist()
 
@@ -142,7 +142,7 @@ def test_positions_that_change_with_the_length_stay_as_they_are() -> None:
 
 def test_an_encoder_decoder_model_is_left_to_its_calls() -> None:
     lookahead_hf.warm_up(tiny_pair("bart"))
-    assert ngram_pool.compiled()
+    assert ngram_pool.of_process.compiled()
 
 
 class Clock:
@@ -188,3 +188,8 @@ def test_a_bar_appears_after_a_second(
     lookahead_hf.warm_up(model, context_length=20, compiled_layers=False)
     assert bool(shown) is is_shown
     assert all(begin + 1.0 <= now < begin + 3.0 for now in shown[:1])
+
+
+def test_a_name_that_is_misspelt() -> None:
+    with pytest.raises(TypeError, match="did you mean 'batch_size'"):
+        lookahead_hf.warm_up(tiny("llama"), batchsize=4)  # type: ignore[call-arg]

@@ -42,6 +42,10 @@ class RecyclingTree:
         """Store the best next tokens; later ones replace earlier ones."""
         self._best.update(zip(seen.last.tolist(), seen.top_ids[:, :BEST].tolist(), strict=True))
 
+    def best_after(self, token: int) -> list[int]:
+        """Return the best next tokens of a token; none if it is unknown."""
+        return self._best.get(token, [])
+
     def grow(self, last: int) -> DraftTree:
         """Fill the template after a token; places without a known token are left out."""
         tokens: list[int] = []

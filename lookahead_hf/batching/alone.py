@@ -10,8 +10,9 @@ import torch
 from transformers import StoppingCriteriaList
 
 from lookahead_hf import compat
-from lookahead_hf.batching.generators import OwnGenerators
+from lookahead_hf.batching.log_probs import Found, Wanted
 from lookahead_hf.batching.request import OBJECTS
+from lookahead_hf.verification.generators import OwnGenerators
 
 
 def write(
@@ -19,16 +20,16 @@ def write(
     settings: dict[str, Any],
     seed: int,
     on_token: Callable[[], bool],
-    log_probs: bool = False,
-) -> tuple[list[int], list[float]]:
-    """Return the new tokens of a request, and if asked for, their log probabilities.
+    log_probs: Wanted,
+) -> tuple[list[int], Found]:
+    """Return the new tokens of a request, and their log probabilities if these are wanted.
 
     Args:
         model: The model.
         settings: The arguments that `Maker.settings` returns.
         seed: The seed of the request.
         on_token: Called after every token; returns whether to stop.
-        log_probs: Whether to return log probabilities.
+        log_probs: The log probabilities to return.
     """
 
     def given_up(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
@@ -36,17 +37,18 @@ def write(
 
     criteria = [*(settings.get("stopping_criteria") or ()), given_up]
     config = settings["generation_config"]
-    config.return_dict_in_generate, config.output_scores = True, log_probs
+    config.return_dict_in_generate, config.output_scores = True, log_probs.of_tokens
     own = OwnGenerators(model.device, seed)
     with own.in_place() if _may_draw(model, settings) else nullcontext():
         given = {**settings, "stopping_criteria": StoppingCriteriaList(criteria)}
         output = compat.plain_generate(model, **given)
     tokens: list[int] = output.sequences[0, settings["input_ids"].shape[1] :].tolist()
-    if not log_probs:
-        return tokens, []
-    beams = output.get("beam_indices")
-    scores = model.compute_transition_scores(output.sequences, output.scores, beams, True)
-    return tokens, scores[0, : len(tokens)].tolist()
+    found = Found()
+    if log_probs.of_tokens:
+        beams = output.get("beam_indices", torch.zeros(1, len(tokens), dtype=torch.long))
+        chosen = zip(output.scores, beams[0, : len(tokens)].tolist(), strict=False)
+        found.add(log_probs, [scores[beam] for scores, beam in chosen], tokens)
+    return tokens, found
 
 
 def _may_draw(model: Any, settings: dict[str, Any]) -> bool:

@@ -71,7 +71,7 @@ class SpeculativeBatchingManager(QueueManager):
 
     def warmup(self) -> None:
         """Wait until the compiled functions for drafting are loaded."""
-        ngram_pool.wait_until_loaded(IDLE_SECONDS)
+        ngram_pool.of_process.wait_until_loaded(IDLE_SECONDS)
         self.warmed_up = True
 
     def start(self) -> None:
@@ -175,7 +175,9 @@ class SpeculativeBatchingManager(QueueManager):
 
     def deliver(self, job: Job, record: SpeculativeStats | None = None) -> None:
         """Deliver the output of a request so far, with its statistics at the end."""
-        output = job.state.to_generation_output()
+        output, found = job.state.to_generation_output(), job.log_probs
+        output.logprobs, output.top_logprobs = list(found.of_tokens), list(found.top)
+        output.prompt_logprobs = found.of_prompt
         output.speculative_stats = record
         if record is not None:
             if self._is_run:

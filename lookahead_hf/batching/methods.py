@@ -17,6 +17,7 @@ import transformers
 from transformers import ContinuousBatchingConfig
 
 from lookahead_hf import fallback, stats
+from lookahead_hf.batching.log_probs import Wanted as WantedLogProbs
 from lookahead_hf.batching.manager import SpeculativeBatchingManager
 from lookahead_hf.batching.progress import Progress
 from lookahead_hf.batching.request import OBJECTS, Maker, request_seed
@@ -28,10 +29,13 @@ from lookahead_hf.generation.options import check_name, wanted
 
 DEFAULT_SLOTS = 16
 """Texts that are decoded together by default, if there is room for their K and V. On two cores, 24
-mixed prompts took 0.73 of the time of 4 slots, and 0.85 of that of 8 (SmolLM2-135M, bfloat16)."""
+mixed prompts took 0.79 of the time of 4 slots, and 0.93 of that of 8 (SmolLM2-135M, bfloat16)."""
 
 LEAST_ROOM = 1 << 30
 """Most bytes of K and V in the default slots; larger weights allow as many bytes as they have."""
+
+MOST_TOP = 1024
+"""The upper limit of `top_logprobs`."""
 
 MOST_SLOTS = 4096
 """The upper limit of `max_slots`."""
@@ -46,6 +50,9 @@ class Asked:
 
     Attributes:
         max_tokens: Most tokens of all texts, prompts included. Each may have an equal share.
+        tokenizer: What `stop_strings` and a pool's fingerprint need.
+        top_logprobs: How many of the likeliest tokens in every place have a log probability.
+        prompt_logprobs: Whether the tokens of prompts have one.
         in_call: Whether one call makes all requests and waits for them.
     """
 
@@ -54,6 +61,9 @@ class Asked:
     max_tokens: int | None = None
     progress: bool = False
     seeds: Sequence[int] | None = None
+    tokenizer: Any = None
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
     in_call: bool = False
 
 
@@ -189,19 +199,22 @@ def _manager(
     """Make our manager if speculation is asked for and can be served, else transformers'."""
     given = generation_config, continuous_batching_config, workload_hints
     config = _wanted(model, asked, generation_config, default)
+    reason = "it is not asked for"
     if config is not None:
         try:
             return _ours(model, config, asked, *given)
         except Unserved as unserved:
+            reason = f"this run has the fallback {unserved.reason}"
             fallback.report(model, unserved, config.on_fallback, "transformers' manager")
             record = stats.SpeculativeStats(fallback_reason=unserved.reason)
             stats.publish(model, record)
             stats.tell(model, record)
-    if asked.seeds is not None:
-        raise ValueError(
-            "seeds= needs speculation, since transformers' manager has one seed for all texts: "
-            "pass speculative=, or leave seeds= out"
-        )
+    for name in ("seeds", "top_logprobs", "prompt_logprobs"):
+        if getattr(asked, name) not in (None, 0, False):
+            raise ValueError(
+                f"{name}= needs speculation, since transformers' manager has no such thing, but "
+                f"{reason}: pass speculative= or change the run, or leave {name}= out"
+            )
     return original(*given)
 
 
@@ -246,7 +259,13 @@ def _ours(
     if tokens is not None:
         check_int("max_tokens", tokens, slots, 2**40)
     room = None if tokens is None else tokens // slots
-    maker = Maker(model.eval(), generation, Request(config), room, batching.return_logprobs)
+    check_int("top_logprobs", asked.top_logprobs, 0, MOST_TOP)
+    if not isinstance(asked.prompt_logprobs, bool):
+        raise ValueError(f"prompt_logprobs is {asked.prompt_logprobs!r}, but must be True or False")
+    wants_tokens = batching.return_logprobs or asked.top_logprobs > 0
+    wanted = WantedLogProbs(wants_tokens, asked.top_logprobs, asked.prompt_logprobs)
+    request = Request(config, tokenizer=asked.tokenizer)
+    maker = Maker(model.eval(), generation, request, room, wanted)
     maker.check()
     num_requests = getattr(hints, "num_requests", None)
     return SpeculativeBatchingManager(

@@ -5,33 +5,35 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers import StoppingCriteriaList, StopStringCriteria
 
 from lookahead_hf import compat
-from lookahead_hf.batching.generators import OwnGenerators
-from lookahead_hf.batching.log_probs import LogProbs
-from lookahead_hf.batching.verifier import Seeded
-from lookahead_hf.call import emitter
+from lookahead_hf.batching.log_probs import Found, KeptScores, Wanted
+from lookahead_hf.call import emitter, execution
 from lookahead_hf.call.outputs import RequestedOutputs
 from lookahead_hf.call.prepared import PreparedCall, Request
 from lookahead_hf.call.stopping import knows_criterion
 from lookahead_hf.call.streaming import ColumnStream
 from lookahead_hf.compat.batching import RequestState
 from lookahead_hf.config import drafter_name
-from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.fallback import FallbackReason, Unserved, check_settings
 from lookahead_hf.generation.assembly import build_drafters
 from lookahead_hf.logits.constraints import Constraint
 from lookahead_hf.logits.row_processors import knows_processor
 from lookahead_hf.model import position_limits
+from lookahead_hf.patches.layers import CompiledSteps
+from lookahead_hf.runner.cuda.graphs import WORTHWHILE
+from lookahead_hf.runner.cuda.runner import CudaRunner
+from lookahead_hf.runner.host import Runner
 from lookahead_hf.support import checks
 from lookahead_hf.support.checks import Purpose
-from lookahead_hf.verification.select import choose_verifier
-from lookahead_hf.verification.verifier import Verifier
-from lookahead_hf.verification.walk import Walk
+from lookahead_hf.verification import device
+from lookahead_hf.verification.select import rules_of
+from lookahead_hf.verification.walk import Rules
 
 _STEP = 0x9E3779B1
 """Odd, so that the seeds of 2^32 texts differ: a CPU's generator reads 32 bits."""
@@ -88,9 +90,9 @@ class Job:
     names: frozenset[str] = frozenset()
     objects: frozenset[int] = frozenset()
     call: PreparedCall | None = None
-    outputs: RequestedOutputs | None = None
-    verifier: Verifier | None = None
+    rules: Rules | None = None
     constraint: Constraint | None = None
+    log_probs: Found = field(default_factory=Found)
 
     def is_among(self, cancelled: Mapping[str, int]) -> bool:
         """Return whether an id cancels this text.
@@ -109,16 +111,13 @@ def _set_for_one(config: Any, name: str) -> Any:
 
 @dataclass(frozen=True)
 class Maker:
-    """Turns requests into calls of `generate`, of at most `room` tokens including the prompt.
-
-    With `log_probs`, the log probabilities of tokens are kept.
-    """
+    """Turns requests into calls of `generate`, of at most `room` tokens including the prompt."""
 
     model: Any
     generation_config: Any
     request: Request
     room: int | None = None
-    log_probs: bool = False
+    log_probs: Wanted = Wanted()
 
     def settings(self, job: Job) -> dict[str, Any]:
         """Return the arguments of the call of `generate` that writes the text of a job.
@@ -147,8 +146,27 @@ class Maker:
             config.max_new_tokens = state.max_new_tokens
         if state.eos_token_id not in (None, UNSAID):
             config.eos_token_id = state.eos_token_id
+        objects |= self._stop_strings(config, objects)
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **objects}
         return {**given, "generation_config": config}
+
+    def _stop_strings(self, config: Any, objects: dict[str, Any]) -> dict[str, Any]:
+        """Turn the stop strings of a request into a criterion; `generate` would lose the tokenizer.
+
+        Returns the arguments of `generate` that this changes.
+        """
+        strings, tokenizer = config.stop_strings, self.request.tokenizer
+        of_model = self.model.generation_config.stop_strings
+        strings = of_model if strings is None else strings
+        if strings is None or tokenizer is None:
+            return {}  # without a tokenizer `generate` raises its own error
+        config.stop_strings = None
+        criteria = objects.get("stopping_criteria") or ()
+        criterion = StopStringCriteria(stop_strings=strings, tokenizer=tokenizer)
+        changed: dict[str, Any] = {
+            "stopping_criteria": StoppingCriteriaList([*criteria, criterion])
+        }
+        return changed if of_model is None else {**changed, "stop_strings": None}
 
     def call(self, job: Job) -> PreparedCall:
         """Return the call of `generate` that writes the text of a job, prepared by transformers.
@@ -193,13 +211,8 @@ class Maker:
         checks.admit_call(call)
         return call
 
-    def outputs(self, call: PreparedCall) -> RequestedOutputs:
-        """Return what keeps the requested outputs of a call's text."""
-        config = call.generation_config
-        return LogProbs(config) if self.log_probs else RequestedOutputs(config, 1)
-
-    def verifier(self, call: PreparedCall, outputs: RequestedOutputs, seed: int) -> Verifier:
-        """Return the verifier of a call's text.
+    def rules(self, call: PreparedCall, seed: int) -> Rules:
+        """Return how the text of a call gets its tokens.
 
         Raises:
             Unserved: Its samples would depend on drafts, and so on the texts decoded beside it.
@@ -207,11 +220,10 @@ class Maker:
         if self.request.draws(call.do_sample):
             detail = f"verification={self.request.config.verification!r} of samples"
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail, "leave it out")
-        heard = emitter.of_call(call, outputs, ColumnStream(None, 1, call.pad))
-        chosen = choose_verifier(call, heard, Processes(), seed)
-        if isinstance(chosen, Walk) and not chosen.rules.in_order:
-            return chosen
-        return Seeded(chosen, OwnGenerators(call.input_ids.device, seed))
+        config = call.generation_config
+        keeps = self.log_probs.of_tokens
+        outputs = KeptScores(config) if keeps else RequestedOutputs(config, 1)
+        return rules_of(call, emitter.of_call(call, outputs, ColumnStream(None, 1, call.pad)), seed)
 
     def num_draftable(self, call: PreparedCall) -> int:
         """Return how many new tokens of a call drafts may cover."""
@@ -228,14 +240,18 @@ class Maker:
         """
         model = self.model
         self._check_drafters()
-        if model.device.type != "cpu":
-            detail = "an accelerator, on which transformers' own has steps without the host"
-            raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail, "call generate with a batch")
         checks.admit(model, Purpose.REQUESTS)
         if self.request.config.draft_invariant:
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, "draft_invariant=True")
-        trial = self.trial()
-        self.verifier(trial, self.outputs(trial), 0)
+        where = model.device
+        serves = where.type == "cpu" or (device.serves(where) and checks.on_device(model, where))
+        if serves:
+            trial = self.trial()
+            decides = self.rules(trial, 0).takes_likeliest
+            serves = where.type == "cpu" or decides
+        if not serves:
+            detail = "an accelerator, unless tokens are the likeliest and all of the model is there"
+            raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail, "call generate with a batch")
 
     def _check_drafters(self) -> None:
         heads = {"mtp"} & {*map(str, self.request.config.drafters or ())}
@@ -250,7 +266,24 @@ class Maker:
                 "not keep: leave it out, or call generate"
             )
 
-    def takes_flat(self) -> bool:
+    def steps(self) -> CompiledSteps:
+        """Return how steps run the layers on a CPU, from what is kept of the model now."""
+        is_wanted = self.request.config.compiled_layers
+        return CompiledSteps(self.model, None if is_wanted else execution.NOT_ASKED_FOR)
+
+    def runner(self, num_rows: int, max_batch_tokens: int | None) -> Runner:
+        """Return what runs the steps of the run."""
+        if device.serves(self.model.device):
+            asked = self.request.config.cuda_graphs
+            runner: Runner = CudaRunner(self.model, num_rows, room=WORTHWHILE, cuda_graphs=asked)
+        else:
+            runner = Runner(self.model, num_rows, None, self.steps(), self._takes_flat())
+        if max_batch_tokens is not None:
+            fits, most = max_batch_tokens // num_rows - 1, runner.most_nodes
+            runner.most_nodes = fits if most is None else min(most, fits)
+        return runner
+
+    def _takes_flat(self) -> bool:
         """Return whether steps may use flat blocks, which hold the tokens of live rows only."""
         call = self.trial()
         position_ids = position_limits.of_prompt(self.model, call.input_ids, call.model_kwargs)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Set
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from lookahead_hf.batching.request import Job
+from lookahead_hf.fallback import Unserved
 
 CHUNK = 128
 """Most tokens of prompts that a step reads beside the rows that decode.
@@ -16,11 +19,24 @@ such chunks they wait 0.17 s, and the queue takes as long as before.
 """
 
 
+MOST_OVERTAKING = 64
+"""Most requests that are completed before one that was put aside."""
+
+
+@dataclass(frozen=True)
+class Alone:
+    """Why a request cannot be decoded beside others, and what had been completed until then."""
+
+    unserved: Unserved
+    num_done: int
+
+
 class Scheduler:
     """Gives rows to requests, and the tokens of a step to the prompts that are being read.
 
     Attributes:
         jobs: The requests in progress by row.
+        alone: The requests, by row, that plain `generate` writes while the others wait.
         reading: Prompts that are read beside the steps of other rows, by row, [tokens] int64.
         max_batch_tokens: Most tokens of a step, None for any number.
     """
@@ -33,6 +49,8 @@ class Scheduler:
     ) -> None:
         """`waiting`: returns the next request that brings none of these objects."""
         self.jobs: dict[int, Job] = {}
+        self.alone: dict[int, Alone] = {}
+        self._num_done = 0
         self.reading: dict[int, np.ndarray] = {}
         self.max_batch_tokens = max_batch_tokens
         self._num_rows, self._waiting = num_rows, waiting
@@ -46,6 +64,21 @@ class Scheduler:
         """Return the next request that can be decoded beside those in progress."""
         in_use = frozenset[int]().union(*(job.objects for job in self.jobs.values()))
         return self._waiting(in_use)
+
+    def put_aside(self, row: int, unserved: Unserved) -> None:
+        """Let a request keep its row until it is written alone."""
+        self.alone[row] = Alone(unserved, self._num_done)
+
+    def next_alone(self) -> int | None:
+        """Return a row whose request is to be written alone now, None if there is none.
+
+        It is, once nobody else would wait for it, or too many requests have overtaken it.
+        """
+        for row, each in self.alone.items():
+            overtaking = self._num_done - each.num_done
+            if len(self.alone) == len(self.jobs) or overtaking >= MOST_OVERTAKING:
+                return row
+        return None
 
     def is_reading(self, prompt_ids: np.ndarray) -> bool:
         """Return whether some row is in the middle of this prompt, [tokens] int64."""
@@ -71,5 +104,7 @@ class Scheduler:
 
     def free(self, row: int) -> None:
         """End the request of a row."""
-        self.jobs.pop(row, None)
-        self.reading.pop(row, None)
+        self._num_done += row in self.jobs
+        by_row: tuple[dict[int, Any], ...] = self.jobs, self.alone, self.reading
+        for rows in by_row:
+            rows.pop(row, None)

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from lookahead_hf import compat
-from lookahead_hf.batching import alone
-from lookahead_hf.batching.log_probs import LogProbs
-from lookahead_hf.batching.request import Job, Maker
-from lookahead_hf.batching.runner import QueueRunner
+from lookahead_hf.batching import alone, log_probs
+from lookahead_hf.batching.log_probs import KeptScores
+from lookahead_hf.batching.prompts import Prompts
+from lookahead_hf.batching.request import Job
 from lookahead_hf.batching.scheduler import Scheduler
 from lookahead_hf.batching.times import RowTimes
-from lookahead_hf.batching.verifier import EachRow
-from lookahead_hf.call import execution
 from lookahead_hf.call.prepared import PreparedCall
 from lookahead_hf.compat.batching import RequestStatus
 from lookahead_hf.distributed.coordinator import Processes
@@ -29,9 +27,11 @@ from lookahead_hf.generation.assembly import build_drafters
 from lookahead_hf.generation.recorder import StatsRecorder
 from lookahead_hf.generation.session import Session
 from lookahead_hf.logits import constraints
-from lookahead_hf.patches.layers import CompiledSteps
 from lookahead_hf.rows import Rows
+from lookahead_hf.runner.cuda.decision import OnDevice, OnHost
+from lookahead_hf.runner.cuda.runner import CudaRunner
 from lookahead_hf.stats import SpeculativeStats
+from lookahead_hf.verification.walk import Walk
 
 if TYPE_CHECKING:
     from lookahead_hf.batching.manager import SpeculativeBatchingManager
@@ -46,6 +46,7 @@ class QueueSession(Session):
     """Decodes requests together; whenever a text ends, the next request takes its row.
 
     Attributes:
+        prompts: What the rows hold of prompts.
         times: The share of each request in the time of the run.
         scheduler: The requests in progress, and the prompts that are being read.
         most_new: Most tokens that the text of each row may have, [rows] int64.
@@ -53,8 +54,8 @@ class QueueSession(Session):
         setup: What `generate` sets up for steps, undone while prompts are read alone.
     """
 
-    runner: QueueRunner
-    verifier: EachRow
+    verifier: Walk
+    prompts: Prompts
     times: RowTimes
     scheduler: Scheduler
     most_new: np.ndarray
@@ -65,20 +66,24 @@ class QueueSession(Session):
         stack.enter_context(self.setup)
         if self.runner.is_flat and self.scheduler.max_batch_tokens is not None:
             # Only a prompt shows the layout of the cache, and the first one may be too long.
-            self.runner.take(0, self.manager.maker.trial(), self._set_up)
-            self.runner.forget([0])
+            self.prompts.take(0, self.manager.maker.trial(), self._set_up)
+            self.prompts.forget([0])
 
     def goes_on(self) -> bool:
         """Pass on what the rows have become, and give free rows to the requests that wait."""
         if self.manager.pauses():
-            self.runner.renew(compiled_steps(self.manager.maker))
+            self.prompts.renew(self.manager.maker.steps())
         self._free_cancelled()
         stops = self.manager.stops()
         for row, job in list(self.scheduler.jobs.items()):
-            if self._has(row, job):  # not cancelled while another one was written alone
+            if row not in self.scheduler.alone:
                 self._pass_on(row, job)
         if not stops:
             self._fill()
+            while (due := self.scheduler.next_alone()) is not None and not self.manager.stops():
+                self._alone(due)
+                self._fill()
+            stops = self.manager.stops()
         if self.manager.progress is not None:
             self.manager.progress.show(int(self.rows.live.sum()))
         if stops or not self.scheduler.jobs:
@@ -86,6 +91,12 @@ class QueueSession(Session):
         with self.stats.phase("draft"):
             self.drafts.begin(self.rows)
         return True
+
+    def _launch(self, draft: DraftTree) -> Any:
+        if isinstance(self.runner, CudaRunner):
+            on_device = self.verifier.takes_likeliest(self.rows)
+            self.runner.decision = OnDevice() if on_device else OnHost()
+        return self.prompts.launch(self.rows, draft)
 
     def observe(self, draft: DraftTree, step: Any, verdict: Verdict) -> None:
         """Learn from a committed step, and share its time among the requests."""
@@ -105,12 +116,12 @@ class QueueSession(Session):
 
     def _fill(self) -> None:
         """Give free rows to the requests that wait."""
-        free = sorted(self.scheduler.free_rows, key=self.runner.holds_prompt)
+        free = sorted(self.scheduler.free_rows, key=self.prompts.holds)
         while free and not self.manager.stops():
             job = self.scheduler.next_job()
             if job is None:
                 break
-            holder = self.runner.holder(job.state.initial_tokens)
+            holder = self.prompts.holder(job.state.initial_tokens)
             row = holder if holder in free else free[0]
             free.remove(row)
             job.state.status = RequestStatus.PREFILLING
@@ -118,7 +129,7 @@ class QueueSession(Session):
             self._advance(row, job)
             if row not in self.scheduler.jobs:  # its text has ended at once
                 free.append(row)
-        self.runner.forget(free)
+        self.prompts.forget(free)
 
     def _advance(self, row: int, job: Job) -> None:
         """Go on with the prompt of a request; if that fails, the request alone fails."""
@@ -126,7 +137,7 @@ class QueueSession(Session):
             with self.times.phase(row, "prefill"):
                 self._prefill(row, job)
         except Unserved as unserved:
-            self._alone(row, job, unserved)
+            self.scheduler.put_aside(row, unserved)
         except Exception as error:
             self._fail(row, job, error)
         else:
@@ -138,40 +149,50 @@ class QueueSession(Session):
     def _prefill(self, row: int, job: Job) -> None:
         """Let a row decode once its prompt was read, which may take several steps."""
         if job.call is None:
+            self._read_log_probs(job)
             job.call = self.manager.maker.call(job)
             job.constraint = constraints.of_call(job.call.processors, 1)
-            job.outputs = self.manager.maker.outputs(job.call)
-            job.verifier = self.manager.maker.verifier(job.call, job.outputs, job.seed)
+            job.rules = self.manager.maker.rules(job.call, job.seed)
+            self.runner.make_room(int(job.call.generation_config.max_length))
         ids = job.call.input_ids[0].cpu().numpy()
         logits = self._after_prompt(row, job.call, ids)
         if logits is None:
             return
-        assert job.verifier is not None
+        assert job.rules is not None
         job.state.status = RequestStatus.DECODING
         self.rows.take(row, ids)
         self.most_new[row] = self.manager.maker.num_draftable(job.call)
-        self.verifier.take(self.rows, row, job.verifier, logits)
+        self.verifier.take(self.rows, row, job.rules, logits)
+
+    def _read_log_probs(self, job: Job) -> None:
+        """Let the model read a prompt on its own, if the log probabilities there are wanted."""
+        maker = self.manager.maker
+        if maker.log_probs.of_prompt:
+            self.setup.close()
+            ids = maker.settings(job)["input_ids"]
+            job.log_probs.of_prompt = log_probs.of_prompt(maker.model, ids)
 
     def _after_prompt(self, row: int, call: PreparedCall, ids: np.ndarray) -> torch.Tensor | None:
-        """Return logits after the prompt of a request, [tokens]; None while it is being read."""
-        runner = self.runner
-        holder = runner.holder(ids)
+        """Return logits after a prompt, [tokens], as [vocab]; None while it is being read."""
+        prompts = self.prompts
+        holder = prompts.holder(ids)
         if holder is not None:
-            return runner.share(row, holder)
+            return prompts.share(row, holder)
         if self.scheduler.is_reading(ids):
             return None
-        if runner.reads_in_chunks(ids, bool(self.rows.live.any())):
-            runner.read(row, ids)
+        if prompts.reads_in_chunks(ids, bool(self.rows.live.any())):
+            prompts.read(row, ids)
             return None
         self.setup.close()
         self.times.read_alone(row, len(ids))
-        return runner.take(row, call, self._set_up)
+        return prompts.take(row, call, self._set_up)
 
     def _set_up(self) -> None:
         self.setup.enter_context(compat.set_up_for_decoding(self.manager.model))
 
-    def _alone(self, row: int, job: Job, unserved: Unserved) -> None:
+    def _alone(self, row: int) -> None:
         """Let plain `generate` write a text that cannot be decoded together with others."""
+        job, unserved = self.scheduler.jobs[row], self.scheduler.alone[row].unserved
 
         def on_token() -> bool:
             self._note_tokens(job, 1)
@@ -182,7 +203,7 @@ class QueueSession(Session):
         try:
             maker = self.manager.maker
             given = maker.settings(job), job.seed, on_token, maker.log_probs
-            tokens, log_probs = alone.write(self.manager.model, *given)
+            tokens, found = alone.write(self.manager.model, *given)
             if self.manager.stops():
                 raise RuntimeError(STOPPED)
         except Exception as error:
@@ -190,7 +211,8 @@ class QueueSession(Session):
                 self._fail(row, job, error)
             return
         if self._has(row, job):
-            job.state.generated_tokens, job.state.logprobs = tokens, log_probs
+            job.state.generated_tokens = tokens
+            job.log_probs = replace(found, of_prompt=job.log_probs.of_prompt)
             if (times := job.state.timestamps) is not None:
                 del times[len(tokens) :]  # beams may go on after the best has ended
             self._finish(row, job, SpeculativeStats(fallback_reason=unserved.reason))
@@ -204,15 +226,15 @@ class QueueSession(Session):
         if state.status is RequestStatus.PREFILLING:
             self._advance(row, job)
             return
-        assert job.verifier is not None
         if row in self.verifier.errors:
             self._fail(row, job, self.verifier.errors[row])
             return
         emitted = self.rows.emitted(row)
         new = emitted[known:].tolist()
         state.generated_tokens += new
-        if isinstance(job.outputs, LogProbs):
-            state.logprobs += job.outputs.take(new)
+        outputs = self.verifier.rules_of(row).emitter.outputs
+        if isinstance(outputs, KeptScores):
+            job.log_probs.add(self.manager.maker.log_probs, outputs.take(), new)
         self._note_tokens(job, len(new))
         if self.rows.finished[row]:
             state.generated_tokens = emitted.tolist()  # a processor may have edited earlier ones
@@ -222,7 +244,7 @@ class QueueSession(Session):
                 self.rows,
                 row,
                 **self.times.of_row(row),
-                engine=job.verifier.name,
+                engine=self.verifier.name,
                 per_source=self.drafts.source_stats(row),
                 **self.runner.ways,
             )
@@ -259,15 +281,10 @@ class QueueSession(Session):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
+        self.runner.end()
         self.drafts.end(self.rows)
         for row, job in list(self.scheduler.jobs.items()):
             self._fail(row, job, error or RuntimeError(STOPPED))
-
-
-def compiled_steps(maker: Maker) -> CompiledSteps:
-    """Return how steps run the layers, from what is kept of the model now."""
-    is_wanted = maker.request.config.compiled_layers
-    return CompiledSteps(maker.model, None if is_wanted else execution.NOT_ASKED_FOR)
 
 
 def new_session(manager: SpeculativeBatchingManager) -> QueueSession:
@@ -286,7 +303,7 @@ def new_session(manager: SpeculativeBatchingManager) -> QueueSession:
         job = scheduler.jobs.get(row)
         return None if job is None or job.constraint is None else job.constraint.shadow(0)
 
-    runner = QueueRunner(model, num_rows, compiled_steps(maker), maker.takes_flat(), scheduler)
+    runner = maker.runner(num_rows, manager.max_batch_tokens)
     drafts = DraftSession(
         model,
         request.config,
@@ -300,7 +317,8 @@ def new_session(manager: SpeculativeBatchingManager) -> QueueSession:
         rows=rows,
         drafts=drafts,
         runner=runner,
-        verifier=EachRow(),
+        verifier=Walk(),
+        prompts=Prompts(runner, scheduler),
         processes=Processes(),
         stats=stats,
         times=RowTimes(num_rows, stats),

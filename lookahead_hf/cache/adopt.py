@@ -164,14 +164,30 @@ class AdoptedCache(ColumnCache):
         self._known[asked] = found
         return found
 
-    @property
-    def views(self) -> list[tuple[int | None, np.ndarray]]:
-        """The window in plain's cache of every layer, and what rows have dropped, [rows]."""
-        whole = None, np.zeros_like(self.slots.lengths)
-        return [
-            (hf_layers.window(layer), ours.group.dropped) if isinstance(ours, SlotLayer) else whole
+    def seen_slots(self, row: int, kept: list[int]) -> list[list[torch.Tensor]]:
+        """Return the slots that tokens of a row in the latest block see, by token and layer.
+
+        `kept` are the places of these tokens in the block, root first; the lengths count them
+        already. Slots are in the order of the columns of plain's cache, -1 for pads.
+        """
+        length = int(self.slots.lengths[row]) - len(kept)  # where the block begins
+        prompt, first = np.arange(self.num_columns), self.num_columns - int(self.pads[row])
+        if self.columns is not None:
+            prompt = np.full(self.num_columns, -1)
+            prompt[self.columns[row, :first]] = np.arange(first)
+        tokens = np.concatenate([prompt, np.arange(first, length), length + np.array(kept)])
+        # The window in plain's cache of every layer, and what the row has dropped there.
+        views = [
+            (hf_layers.window(layer), int(ours.group.dropped[row]))
+            if isinstance(ours, SlotLayer)
+            else (None, 0)
             for layer, ours in zip(self._text.layers, self.slots.layers, strict=True)
         ]
+        out = []
+        for end in range(len(tokens) - len(kept) + 1, len(tokens) + 1):
+            shown = {view: _slots(tokens[:end], *view) for view in set(views)}
+            out.append([shown[view] for view in views])
+        return out
 
     def hand_back(self, num_columns: int) -> Cache:
         """Fill the original's own layers with the first `num_columns` columns, and return it.
@@ -232,3 +248,9 @@ def _index(places: np.ndarray, device: torch.device) -> slice | torch.Tensor:
     if len(places) and int(places[-1] - places[0]) + 1 == len(places):
         return slice(int(places[0]), int(places[-1]) + 1)
     return torch.from_numpy(places).to(device)
+
+
+def _slots(tokens: np.ndarray, window: int | None, dropped: int) -> torch.Tensor:
+    """Return the slots of a row's tokens within a window, -1 for pads."""
+    newest = tokens if window is None else tokens[-window - 1 :]
+    return torch.from_numpy(np.where(newest < 0, -1, newest - dropped))

@@ -8,12 +8,10 @@ from lookahead_hf.cache.slots import SlotCache, SlotGroup
 
 
 class TextCache(ColumnCache):
-    """Slots for unpadded texts that come and go; the layers are made like the first prompt's."""
+    """Slots for unpadded texts that come and go."""
 
     def take(self, row: int, prompt: SlotCache) -> None:
         """Copy a prompt's K and V, from a cache of the prompt alone, into a free row."""
-        if not self.slots.layers:
-            self._build_like(prompt)
         for ours, theirs in zip(self.slots.each_group(), prompt.each_group(), strict=True):
             held = int(theirs.lengths[0])
             ours.reserve(held)
@@ -43,11 +41,13 @@ class TextCache(ColumnCache):
     def _set(self, row: int, length: int, dropped: list[int]) -> None:
         self.slots.lengths[row] = length
         for group, count in zip(self.slots.each_group(), dropped, strict=True):
-            group.dropped[row] = count
-            for layer in group.layers:
-                layer.dropped[row] = count
+            if group.dropped[row] != count:  # another array tells the device of it
+                group.dropped = group.dropped.copy()
+                group.dropped[row] = count
+                for layer in group.layers:
+                    layer.dropped = group.dropped
 
-    def _build_like(self, prompt: SlotCache) -> None:
+    def build_like(self, prompt: SlotCache) -> None:
         """Make groups and layers like those of a prompt's cache, with rows of zeros."""
         names: dict[SlotGroup, str] = {}
         built: dict[SlotGroup, SlotGroup] = {}

@@ -21,9 +21,8 @@ class Emitter:
 
     Attributes:
         stopping: The stopping criteria.
+        outputs: What the caller asked for beside the tokens.
         device: Where processors and criteria expect their tensors.
-        keeps_choices: Whether the caller asked for the scores or logits behind each choice.
-        keeps_outputs: Whether the caller asked for these, or for hidden states or attentions.
         is_heard: Whether there is a streamer.
         pad: The token that plain feeds finished rows, None if these go on with real tokens.
     """
@@ -37,9 +36,8 @@ class Emitter:
         pad: int | None = None,
     ) -> None:
         self.stopping, self.device = stopping, device
-        self._outputs, self._stream, self._pad = outputs, stream, pad
+        self.outputs, self._stream, self._pad = outputs, stream, pad
         self.pad = pad if stopping.has_eos else None
-        self.keeps_choices, self.keeps_outputs = outputs.chooses, bool(outputs)
         self.is_heard = stream.is_heard
         self._ended = np.zeros(1, bool)  # in lockstep, [rows] from the first token on
 
@@ -54,7 +52,7 @@ class Emitter:
 
     def choose(self, row: int, scores: torch.Tensor, logits: torch.Tensor) -> None:
         """Keep what a row's next token is chosen by: scores and logits, [vocab] float32."""
-        self._outputs.choose(row, scores, logits)
+        self.outputs.choose(row, scores, logits)
 
     def emit(self, rows: Rows, row: int, token: int, stops: bool | None = None) -> bool:
         """Append a token to a row and return whether the text ends with it.
@@ -94,7 +92,7 @@ class Emitter:
 
     def _asks(self, rows: Rows, row: int, token: int) -> bool:
         """Ask the criteria about a row, whose ids they may edit if their classes are unknown."""
-        columns, scores = len(rows.ids(row)), self._outputs.scores_so_far
+        columns, scores = len(rows.ids(row)), self.outputs.scores_so_far
         if self.stopping.all_known:
             return self.stopping.stops(token, columns, lambda: self.ids(rows, row), scores)
         ids = self.ids(rows, row)
@@ -106,7 +104,7 @@ class Emitter:
         """Ask the criteria about the whole batch: rows that they have ended so far, [rows] bool."""
         ids = self.all_ids(rows)
         going = np.broadcast_to(~self._ended, rows.num_rows)
-        ended = self.stopping.ended(ids, going, self._outputs.scores_so_far())
+        ended = self.stopping.ended(ids, going, self.outputs.scores_so_far())
         take_edits(rows, ids)
         return ended
 

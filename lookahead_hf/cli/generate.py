@@ -76,7 +76,15 @@ def read_schema(file: Path | None) -> str | None:
     if file is None:
         return None
     check_installed("--json-schema", ("xgrammar",), "structured")
-    return file.read_text(encoding="utf-8")
+    return read_text(file)
+
+
+def read_text(file: Path) -> str:
+    """Return the text of a file; CommandError if it is not in UTF-8."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CommandError(f"{file} is not text in UTF-8: {error}") from error
 
 
 def obeying(schema: str | None, tokenizer: Any) -> dict[str, Any]:
@@ -97,7 +105,7 @@ def open_stage(arguments: Arguments, screen: Screen, warms_up: bool = True) -> S
     model, tokenizer = open_model(arguments, screen, warms_up)
     drafting = {"speculative": config, "speculative_tokenizer": tokenizer}
     if arguments.prediction:
-        drafting["prediction"] = arguments.prediction.read_text(encoding="utf-8")
+        drafting["prediction"] = read_text(arguments.prediction)
     if name := arguments.assistant:
         assistant, its_tokenizer = load(name, "--assistant", arguments, screen)
         drafting |= {"assistant_model": assistant, "assistant_tokenizer": its_tokenizer}

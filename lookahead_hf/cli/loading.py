@@ -47,7 +47,7 @@ def warm_up(screen: Screen, model: Any) -> None:
 
 def model_name(arguments: Arguments, screen: Screen) -> str:
     """Return the model that `--model` names, or the folder of the demo's."""
-    return arguments.model or str(ensure_demo_model(screen))
+    return str(ensure_demo_model(screen)) if arguments.model is None else arguments.model
 
 
 def load(name: str, option: str, arguments: Arguments, screen: Screen) -> tuple[Any, Any]:
@@ -59,7 +59,7 @@ def load(name: str, option: str, arguments: Arguments, screen: Screen) -> tuple[
     dtype, device = arguments.dtype, arguments.device
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.empty(1, device=device)
+        torch.zeros(1, device=device).item()  # which "meta" does not have
     except (AssertionError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         raise CommandError(f"--device {device} cannot be used here, take cpu: {reason}") from error

@@ -25,6 +25,7 @@ Run = Callable[[Arguments, Screen], None]
 
 DTYPES = click.Choice(["float32", "bfloat16", "float16"])
 POSITIVE = click.IntRange(min=1)
+THREADS = click.IntRange(1, 1024)  # with many more, torch ends the process
 TOP_P = click.FloatRange(min=0, min_open=True, max=1)
 
 VERSION = click.version_option(lookahead_hf.__version__, prog_name="lookahead-hf")
@@ -128,7 +129,7 @@ def model_options(new_tokens: int) -> Callable[[Run], Run]:
             show_default=True,
             help="the most tokens of a text",
         ),
-        click.option("--threads", type=POSITIVE, help="torch's threads (default: torch chooses)"),
+        click.option("--threads", type=THREADS, help="torch's threads (default: torch chooses)"),
     )
 
 

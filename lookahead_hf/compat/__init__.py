@@ -18,7 +18,6 @@ from transformers.cache_utils import (
 
 from lookahead_hf.compat.attention import *
 from lookahead_hf.compat.caches import *
-from lookahead_hf.compat.constraints import *
 from lookahead_hf.compat.forwards import *
 from lookahead_hf.compat.generation import *
 from lookahead_hf.compat.mtp import *

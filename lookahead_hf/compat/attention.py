@@ -95,9 +95,7 @@ def under_own_name(module: nn.Module, name: str) -> nn.Module:
 def is_stock_attention(function: Any, module: nn.Module) -> bool:
     """Return whether attention is transformers' and torch's own.
 
-    Args:
-        function: The registered function; None if the module's file defines it.
-        module: The attention module.
+    `function` is the registered one; None if the file of the attention module defines it.
     """
     if function is None:  # other files may have any code by that name
         file = eager_attention(module).__globals__["__name__"]
@@ -142,11 +140,11 @@ def mask_kinds(model: nn.Module) -> tuple[str, ...]:
     return ("sliding_attention",) if sliding and windowed else ("full_attention",)
 
 
-def additive_mask(
-    seen: torch.Tensor,  # [rows, width, columns] bool
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Return 0 for what is seen and the lowest number elsewhere, [rows, 1, width, columns]."""
+def additive_mask(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return 0 for what is `seen`, [rows, width, columns] bool, and the lowest number elsewhere.
+
+    The mask is [rows, 1, width, columns].
+    """
     lowest = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=seen.device)
     return torch.where(seen[:, None], torch.zeros_like(lowest), lowest)
 

@@ -18,22 +18,13 @@ from lookahead_hf.model_state import state_of
 
 @dataclass(frozen=True, slots=True)
 class DecoderNames:
-    """Names of the forward's arguments that every step sets anew.
-
-    Attributes:
-        ids: Token ids.
-        mask: The attention mask.
-        positions: The position ids; None if the decoder derives positions itself.
-        columns: Replaces `positions` for such a decoder; None if it takes no such argument.
-        skips_pads: Whether `columns` leaves out the prompt's pads.
-        cache: The cache.
-    """
+    """Names of the forward's arguments that every step sets anew."""
 
     ids: str
     mask: str
-    positions: str | None
-    columns: str | None = None
-    skips_pads: bool = False
+    positions: str | None  # None if the decoder derives positions itself
+    columns: str | None = None  # replaces `positions` for such a decoder, if it takes them
+    skips_pads: bool = False  # whether `columns` leaves out the prompt's pads
     cache: str = "past_key_values"
 
     @property
@@ -113,11 +104,6 @@ def text_config(model: Any) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
-def loaded_from(model: Any) -> str:
-    """Return the folder or hub name that a model was loaded from, "" if there is none."""
-    return str(getattr(model.config, "_name_or_path", "") or "")
-
-
 def encoded(model: Any, inputs: torch.Tensor, mask: torch.Tensor | None) -> Any:
     """Run a model's encoder on inputs, [rows, ...]."""
     encoder = model.get_encoder()
@@ -130,11 +116,6 @@ def encoded(model: Any, inputs: torch.Tensor, mask: torch.Tensor | None) -> Any:
 def encodes(model: Any) -> bool:
     """Return whether `generate` may run an encoder of texts, sounds or pictures first."""
     return bool(model.config.is_encoder_decoder or text_config(model) is not model.config)
-
-
-def is_experts(module: nn.Module) -> bool:
-    """Return whether a module routes every token to a few of its experts, or is one of them."""
-    return "Expert" in type(module).__name__
 
 
 def mask_sources(model: nn.Module) -> list[str]:

@@ -10,12 +10,7 @@ import torch
 from transformers import GenerationMixin
 from transformers.generation import utils as generation_utils
 
-from lookahead_hf.compat.forwards import (
-    PROMPT_ONLY,
-    TOKEN_TYPES,
-    decoder_names,
-    text_config,
-)
+from lookahead_hf.compat.forwards import PROMPT_ONLY, TOKEN_TYPES, decoder_names, text_config
 
 MOST_GATHERED = 8
 """Most tokens of a step that copies the weights of their experts, as plain `generate` does."""
@@ -38,14 +33,8 @@ def plain_step(
 ) -> tuple[Any, dict[str, Any]]:
     """Run a forward of a decoder as the loop of plain `generate` does.
 
-    Args:
-        model: The model.
-        input_ids: The whole text, [rows, tokens], of which only the last token is fed.
-        is_prompt: Whether all of it is fed.
-        model_kwargs: As prepared by `generate`.
-
-    Returns:
-        The outputs, and the arguments for the next step.
+    Of `input_ids`, the whole text, [rows, tokens], only the last token is fed unless `is_prompt`.
+    Returns the outputs, and the arguments for the next step.
     """
     count = input_ids.shape[1] if is_prompt else 1
     first = {"is_first_iteration": True} if is_prompt else {}
@@ -216,3 +205,8 @@ def pad_token(generation_config: Any) -> int | None:
     """Return the pad token id that `generate` uses, if any."""
     tensor = getattr(generation_config, "_pad_token_tensor", None)
     return None if tensor is None else int(tensor)
+
+
+OUTLINES_GUIDES, OUTLINES_MATCHERS = "_guides", "_matchers"
+"""Where outlines' logits processors keep the state of each row: those for outlines-core and for
+xgrammar."""

@@ -29,12 +29,8 @@ def positions_by_mask(mask: torch.Tensor) -> torch.Tensor:
 def text_positions(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
     """Return the position ids that `generate` gives to texts without padding, [..., rows, columns].
 
-    Positions with a height and a width have these dimensions before the rows. `ROPE_NOTE` stays as
-    it was.
-
-    Args:
-        model: The model.
-        input_ids: The texts, [rows, columns].
+    `input_ids` are [rows, columns]. Positions with a height and a width have these dimensions
+    before the rows. `ROPE_NOTE` stays as it was.
     """
     notes = [vars(module) for module in model.modules() if ROPE_NOTE in vars(module)]
     before = [note[ROPE_NOTE] for note in notes]
@@ -48,11 +44,11 @@ def text_positions(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
 
 def counted_tables(model: Any) -> list[nn.Module]:
     """Return the modules in which a decoder looks up the positions that it counts."""
-    table = getattr(_decoder(model), "embed_positions", None)
+    table = getattr(decoder_of(model), "embed_positions", None)
     return [] if table is None or decoder_names(model).columns else [table]
 
 
-def _decoder(model: Any) -> Any:
+def decoder_of(model: Any) -> Any:
     """Return the decoder alone; Florence-2 returns its encoder and decoder of texts."""
     found = model.get_decoder()
     return getattr(found, "decoder", found) if model.config.is_encoder_decoder else found
@@ -64,12 +60,9 @@ def grows(table: nn.Module) -> bool:
 
 
 def entries_of_columns(table: Any, columns: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Look up tokens in a table that `grows`, [rows, width, dim].
+    """Look up tokens in a table that `grows`, [rows, width, dim]; extend it if needed.
 
-    Args:
-        table: The table; it is extended if needed.
-        columns: Column of every token, [rows, width].
-        ids: The tokens, [rows, width].
+    `columns` and `ids` are those of the tokens, [rows, width].
     """
     places = columns + 1 + table.padding_idx
     most = int(places.max()) + 1
@@ -82,11 +75,6 @@ def entries_of_columns(table: Any, columns: torch.Tensor, ids: torch.Tensor) -> 
 def counts_by_mask(model: Any) -> bool:
     """Return whether a forward without given positions counts them from its mask."""
     return any("cumsum(" in source for source in mask_sources(model))
-
-
-def decoder_modules(model: Any) -> list[Any]:
-    """Return all modules of the decoder alone."""
-    return list(_decoder(model).modules())
 
 
 def has_relative_bias(module: nn.Module) -> bool:

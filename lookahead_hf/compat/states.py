@@ -14,10 +14,7 @@ from transformers import cache_utils
 
 from lookahead_hf.compat.caches import EmptyLayer
 
-_HYBRIDS = (
-    "LinearAttentionAndFullAttentionLayer",
-    "LinearAttentionAndSlidingWindowAttentionLayer",
-)
+_HYBRIDS = ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
 HYBRID_LAYERS = tuple(getattr(cache_utils, name) for name in _HYBRIDS if hasattr(cache_utils, name))
 """Types of layers of a cache that hold K and V, and beside them a state."""
 
@@ -68,7 +65,11 @@ def without_padding(mixer: Any) -> Callable[..., Any]:
         return own
     function = inspect.unwrap(type(mixer).forward)
     found = {name: function.__globals__.get(name) for name in function.__code__.co_names}
-    short = {name: _short(f) for name, f in found.items() if _takes_chunk_size(f)}
+    short = {
+        name: _short(each)
+        for name, each in found.items()
+        if isinstance(each, FunctionType) and "chunk_size" in inspect.signature(each).parameters
+    }
     if not short:
         return own
     copied = FunctionType(
@@ -80,13 +81,6 @@ def without_padding(mixer: Any) -> Callable[..., Any]:
     )
     copied.__kwdefaults__ = function.__kwdefaults__
     return MethodType(copied, mixer)
-
-
-def _takes_chunk_size(function: Any) -> bool:
-    return (
-        isinstance(function, FunctionType)
-        and "chunk_size" in inspect.signature(function).parameters
-    )
 
 
 def _short(function: Any) -> Callable[..., Any]:

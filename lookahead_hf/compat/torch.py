@@ -79,8 +79,7 @@ def wrapper_tensor(
     kind: type[_Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> _Tensor:
     """Return a tensor of a subclass that has a shape and no memory."""
-    made: _Tensor = torch.Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
-    return made
+    return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
 
 
 def map_only(kind: type[Any], function: Callable[[Any], Any], values: Any) -> Any:

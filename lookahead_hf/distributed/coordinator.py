@@ -157,15 +157,9 @@ def of_call(
 ) -> Processes:
     """Return which processes decide in a call.
 
-    Args:
-        model: The target.
-        device: That of the tokens.
-        synced: Whether the processes must run equally many forwards, as `generate` computes it.
-        draws: Whether verification needs random numbers that depend on the draft.
-        assistant: A model that drafts.
-
-    Raises:
-        Unserved: A model is split over processes in a way that is not served.
+    `synced` processes must run equally many forwards, as `generate` computes it; verification that
+    `draws` needs random numbers that depend on the draft. Unserved if the model, or an assistant,
+    is split over processes in a way that is not served.
     """
     group = sharding.tensor_group(model)
     if group is None and not synced:

@@ -45,8 +45,7 @@ def is_sharded(model: nn.Module) -> bool:
 def tensor_group(model: nn.Module) -> distributed.ProcessGroup | None:
     """Return the processes that hold parts of each matrix and run all rows together, if any.
 
-    Raises:
-        Unserved: The weights are sharded too, or the processes differ between the matrices.
+    Unserved if the weights are sharded too, or the processes differ between the matrices.
     """
     meshes = _meshes(model)
     if not meshes or (len(meshes) == 1 and is_sharded(model)):

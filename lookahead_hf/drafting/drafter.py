@@ -89,19 +89,13 @@ class Drafter(ABC):
 class BuiltInDrafter(Drafter):
     """A drafter of this package, which may read a step's logits while the device still works.
 
-    Attributes:
-        sees_all: Whether it must observe every step, also those in which it is not asked.
-        widens: Whether further nodes cost it little, so that it proposes more than can be verified
-            if another source sorts out what is wrong.
-        is_listed: Whether statistics show it.
-        hidden_states: The target's last hidden states if it `reads_hidden_states`, [rows, width,
-            hidden]: of the prompt at `begin` (None if drafting begins later), of the step at
-            `observe`.
+    If it `reads_hidden_states`, it gets the target's last ones, [rows, width, hidden]: of the
+    prompt at `begin` (None if drafting begins later), of the step at `observe`.
     """
 
-    sees_all: ClassVar[bool] = True
-    widens: ClassVar[bool] = False
-    is_listed: bool = True
+    sees_all: ClassVar[bool] = True  # whether it observes also steps in which it is not asked
+    widens: ClassVar[bool] = False  # further nodes cost it little, if another source sorts them
+    is_listed: bool = True  # in statistics
     reads_hidden_states: ClassVar[bool] = False
     hidden_states: torch.Tensor | None = None
 

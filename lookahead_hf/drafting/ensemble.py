@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from operator import methodcaller
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -32,10 +31,6 @@ class Ensemble(Drafter):
 
     A source that raises is left out for the rest of the call, with one warning. A source without
     `sees_all` observes only the steps that ask it and those before.
-
-    Attributes:
-        backoff: Decides which sources a step asks.
-        counts: The fields of `SourceStats` for each row and source, [rows, 3, sources] int64.
     """
 
     name = "ensemble"
@@ -55,7 +50,7 @@ class Ensemble(Drafter):
         Tokens from `vocab_size` on and nodes beyond `max_new_tokens`, a number or [rows], are
         dropped.
         """
-        self._sources = list(sources)
+        self._sources: list[Any] = list(sources)
         for index, source in enumerate(sources):
             source.rates, _, _ = calibration.of_source(index)
         self._names = unique_names(sources)
@@ -65,7 +60,7 @@ class Ensemble(Drafter):
         self._guards = [Guard(partial(warn_of_failure, name)) for name in self._names]
         self.backoff = SourceBackoff(len(self._sources), may_rest)
         self._merged: DraftTree | None = None
-        self.counts = np.zeros((num_rows, 3, len(self._sources)), np.int64)
+        self.counts = np.zeros((num_rows, 3, len(self._sources)), np.int64)  # as in `SourceStats`
         self._exclusive = [0] * len(self._sources)  # of the latest step
 
     def source_stats(self, row: int | None = None) -> dict[str, SourceStats]:
@@ -90,16 +85,16 @@ class Ensemble(Drafter):
     def begin(self, rows: Rows, hidden_states: torch.Tensor | None = None) -> None:
         for guard, source in zip(self._guards, self._sources, strict=True):
             _pass_states(source, hidden_states)
-            guard.run(methodcaller("begin", rows), source)
+            guard.run(source.begin, rows)
         self.weigh_sources()
 
     def begin_row(self, rows: Rows, row: int) -> None:
         for guard, source in zip(self._guards, self._sources, strict=True):
-            guard.run(methodcaller("begin_row", rows, row), source)
+            guard.run(source.begin_row, rows, row)
 
     def end_row(self, rows: Rows, row: int) -> None:
         for guard, source in zip(self._guards, self._sources, strict=True):
-            guard.run(methodcaller("end_row", rows, row), source)
+            guard.run(source.end_row, rows, row)
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
         refining = self._refining()
@@ -108,17 +103,17 @@ class Ensemble(Drafter):
         proposals = []
         for guard, source, asked in self._asked():
             most = wide if getattr(source, "widens", False) else max_nodes
-            propose = methodcaller("propose", rows, most)
-            proposals.append((asked and guard.run(propose, source)) or nothing)
-        depth = self._max_depth(rows)
+            proposals.append((asked and guard.run(source.propose, rows, most)) or nothing)
+        # A node after which the text ends is of no use: the last token is always a bonus token.
+        depth = np.where(rows.finished, 0, self._max_new_tokens - 1 - rows.num_emitted)
         self._merged = merge(proposals, self._calibration, wide, self._vocab_size, depth)
         if refining is not None:
-            refine = methodcaller("refine", rows, self._merged, refining, max_nodes, depth)
-            refined = self._guards[refining].run(refine, self._sources[refining])
+            guard, refine = self._guards[refining], self._sources[refining].refine
+            refined = guard.run(refine, rows, self._merged, refining, max_nodes, depth)
             self._merged = refined or head(self._merged, max_nodes)
         return self._merged
 
-    def _asked(self) -> Iterator[tuple[Guard, Drafter, bool]]:
+    def _asked(self) -> Iterator[tuple[Guard, Any, bool]]:
         """Return all sources with their guards and whether this step asks them."""
         return zip(self._guards, self._sources, self.backoff.asked, strict=True)
 
@@ -141,9 +136,9 @@ class Ensemble(Drafter):
         for guard, source in self._observers():
             _pass_states(source, hidden_states)
             if isinstance(source, BuiltInDrafter):
-                guard.run(methodcaller("prepare", logits), source)
+                guard.run(source.prepare, logits)
                 if copy is not None:
-                    guard.run(methodcaller("bring", copy), source)
+                    guard.run(source.bring, copy)
         if copy is not None:
             copy.send()
 
@@ -161,7 +156,7 @@ class Ensemble(Drafter):
                 of_text.path_offsets, of_text.path, self.counts,
             ).tolist()  # fmt: skip
         for guard, source in self._observers():
-            guard.run(methodcaller("observe", rows, draft, verdict, logits), source)
+            guard.run(source.observe, rows, draft, verdict, logits)
 
     def count_chains(self, draft: DraftTree, verdict: Verdict) -> None:
         """Count a draft of one source's chain per row, without numba."""
@@ -174,9 +169,9 @@ class Ensemble(Drafter):
 
     def end(self, rows: Rows) -> None:
         for guard, source in zip(self._guards, self._sources, strict=True):
-            guard.run(methodcaller("end", rows), source, always=True)
+            guard.run(source.end, rows, always=True)
 
-    def _observers(self) -> list[tuple[Guard, Drafter]]:
+    def _observers(self) -> list[tuple[Guard, Any]]:
         """Return the sources that observe this step, with their guards."""
         return [
             (guard, source)
@@ -185,13 +180,6 @@ class Ensemble(Drafter):
             )
             if now or soon or getattr(source, "sees_all", True)
         ]
-
-    def _max_depth(self, rows: Rows) -> np.ndarray:
-        """Return the deepest useful node of each row, [rows]: the last token is always a bonus
-        token."""
-        depth: np.ndarray = self._max_new_tokens - 1 - rows.num_emitted
-        depth[rows.finished] = 0
-        return depth
 
 
 def _pass_states(source: Drafter, hidden_states: torch.Tensor | None) -> None:

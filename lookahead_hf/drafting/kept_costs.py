@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import transformers
 
-from lookahead_hf import compat
 from lookahead_hf.drafting.control.cost_model import KeptCurve
 from lookahead_hf.utils.files import cache_root, replacing
 
@@ -27,14 +26,12 @@ def file_of(model: Any) -> Path | None:
     Its name is a hash of all that changes the cost of a step: the model and its configuration, its
     dtype, the device, torch's threads, and the versions.
     """
-    config = model.config
-    name = compat.loaded_from(model)
-    if not name:
+    config, on_gpu = model.config, model.device.type == "cuda"
+    if not config.name_or_path:
         return None
     ours = sys.modules["lookahead_hf"].__version__
-    on_gpu = model.device.type == "cuda"
     facts = {
-        "model": [type(model).__name__, name, config.to_dict()],
+        "model": [type(model).__name__, config.name_or_path, config.to_dict()],
         "dtype": str(model.dtype),
         "device": torch.cuda.get_device_name(model.device) if on_gpu else model.device.type,
         "cpu": [torch.backends.cpu.get_cpu_capability(), os.cpu_count(), torch.get_num_threads()],

@@ -18,7 +18,7 @@ from lookahead_hf.drafting.memory import memory_of
 from lookahead_hf.drafting.sources.grammar.drafter import GrammarDrafter
 from lookahead_hf.drafting.tree import head
 from lookahead_hf.drafting.user_drafter import Adapted
-from lookahead_hf.ngram_pool.compilation import register
+from lookahead_hf.ngram_pool.compilation import of_process
 from lookahead_hf.rows import Rows
 from lookahead_hf.utils.spelling import known_names
 
@@ -27,17 +27,6 @@ if TYPE_CHECKING:
     from lookahead_hf.drafting.sources.assistant.drafter import TargetCall
     from lookahead_hf.logits.grammars.protocol import Grammar
     from lookahead_hf.rows import EncoderInputs
-
-
-CLASSES = {
-    "assistant": "AssistantDrafter",
-    "mtp": "MtpDrafter",
-    "ngram": "NgramDrafter",
-    "pool": "PoolDrafter",
-    "prediction": "PredictionDrafter",
-    "recycling": "RecyclingDrafter",
-}
-"""The public class of each name."""
 
 
 def build(
@@ -99,7 +88,7 @@ def _adapted(drafter: Any, vocab_size: int | None, draws: bool) -> list[Drafter]
 
 def _by_name(name: str, request: Request, model: Any, call: TargetCall) -> Drafter:
     first, own = _given(name, request, model, call)
-    make = getattr(importlib.import_module("lookahead_hf.drafting"), CLASSES[name])
+    make = getattr(importlib.import_module("lookahead_hf.drafting"), f"{name.capitalize()}Drafter")
     options = request.config.options.get(name, {})
     if clash := options.keys() & own.keys():
         raise ValueError(f"options of the drafter {name!r} cannot set {', '.join(sorted(clash))}")
@@ -167,4 +156,4 @@ def _warm_up() -> None:
         ensemble.end(rows)
 
 
-register(_warm_up)
+of_process.register(_warm_up)

@@ -46,13 +46,13 @@ _has_warned = False
 def compile_or_warn() -> None:
     """Compile all numba functions, or warn that calls decode plainly."""
     with suppress(Exception):
-        ngram_pool.compile_now()
+        ngram_pool.of_process.compile_now()
     _check_numba()
 
 
 def _check_numba() -> None:
     try:
-        ngram_pool.check_available()
+        ngram_pool.of_process.check_available()
     except ngram_pool.NumbaMissingError as error:
         warn_of_numba(error)
 
@@ -67,30 +67,23 @@ def warn_of_numba(error: ngram_pool.NumbaMissingError) -> None:
 
 @dataclass(frozen=True)
 class Limits:
-    """The drafts that a call can use.
-
-    Attributes:
-        max_new_tokens: Length of the texts; [rows] if other texts take over finished rows.
-        chains: Whether a row's draft must be a chain.
-    """
+    """The drafts that a call can use."""
 
     do_sample: bool
     vocab_size: int
-    max_new_tokens: int | np.ndarray
-    chains: bool = False
+    max_new_tokens: int | np.ndarray  # [rows] if other texts take over finished rows
+    chains: bool = False  # whether a row's draft must be a chain
 
 
 class DraftSession:
     """Proposes drafts of the size that pays, and never changes the text of the call.
 
     If several processes run the rows of a call, all use the draft of the one that decides.
-
-    Attributes:
-        reads_hidden_states: Whether a source reads the target's last hidden states.
-        prompt: Those of the prompt, [rows, columns, hidden], until drafting begins.
+    `reads_hidden_states` tells whether a source reads the target's last hidden states.
     """
 
     prompt: torch.Tensor | None = None
+    """Those of the prompt, [rows, columns, hidden], until drafting begins."""
 
     def __init__(
         self,
@@ -151,11 +144,11 @@ class DraftSession:
         if not self._processes.decides or self._begun:
             return
         prompt, self.prompt = self.prompt, None
-        if ngram_pool.ready():
+        if ngram_pool.of_process.ready():
             self._begun = True
             self._ensemble.begin(rows, prompt)
         else:
-            ngram_pool.give_way()
+            ngram_pool.of_process.give_way()
             _check_numba()
 
     def begin_row(self, rows: Rows, row: int) -> None:
@@ -186,7 +179,7 @@ class DraftSession:
             self._ensemble.backoff.skip_step()
             return None
         if not self._begun:
-            if not ngram_pool.available():
+            if not ngram_pool.of_process.available():
                 return None
             tree = self._uncompiled.propose(rows, most)
             return likeliest_chain(tree, self._budget.choose(tree))
@@ -229,12 +222,7 @@ class DraftSession:
         self._guard.run(self._learn, rows, draft, verdict, logits, step_seconds)
 
     def _learn(
-        self,
-        rows: Rows,
-        draft: DraftTree,
-        verdict: Verdict,
-        logits: torch.Tensor,
-        step_seconds: float | None,
+        self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: Any, seconds: float | None
     ) -> None:
         if not self._begun:
             # What the step cost tells nothing: it ran beside the compilation.
@@ -242,8 +230,8 @@ class DraftSession:
                 self._ensemble.count_chains(draft, verdict)
             return
         self._ensemble.observe(rows, draft, verdict, logits)
-        self._ensemble.weigh_sources(len(verdict.of_text.token_ids), step_seconds)
-        self._budget.observe(draft, step_seconds)
+        self._ensemble.weigh_sources(len(verdict.of_text.token_ids), seconds)
+        self._budget.observe(draft, seconds)
 
     def end(self, rows: Rows) -> None:
         """Keep what was learned for the model's later calls."""

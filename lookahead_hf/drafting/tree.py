@@ -20,19 +20,12 @@ def merge(
     vocab_size: int = ANY_TOKEN,
     max_depth: np.ndarray | None = None,
 ) -> DraftTree:
-    """Unite the sources' trees and keep the likeliest nodes of each row.
+    """Unite the trees of a calibration's sources and keep each row's likeliest nodes, best first.
 
-    Args:
-        proposals: One tree per source of the calibration; without evidence, nodes are in bucket 0.
-        calibration: Learned acceptance rates; the sources' own scores are ignored.
-        max_nodes: Most nodes that a row keeps.
-        vocab_size: Nodes with this token id or a higher one are left out, with all nodes below.
-        max_depth: Deepest node worth keeping in each row, [rows]; 0 leaves a row without a draft.
-
-    Returns:
-        Each row's nodes, best first, with path probabilities as `score` and all sources in
-            `evidence`. `probs` is kept of a single source only: a token of several was not drawn
-            from one.
+    Left out are nodes with a token id from `vocab_size` on, with all nodes below, and those deeper
+    than `max_depth`, [rows]. Path probabilities, the new scores, follow from the calibration alone;
+    nodes without evidence are in bucket 0. All sources of a node are in the new evidence. `probs`
+    are kept of a single source only: a token of several was not drawn from one.
     """
     from lookahead_hf.drafting._numba import merge_trees
 

@@ -165,7 +165,7 @@ def _runner(
     """Return the runner of a call. On a device, every engine has its forwards captured."""
     may_be_captured = device.serves(call.input_ids.device) and processes.is_alone
     may_be_captured = may_be_captured and not outputs.observes  # which graphs do not return
-    if may_be_captured and checks.on_device(call.model, call.input_ids):
+    if may_be_captured and checks.on_device(call.model, call.input_ids.device):
         return CudaRunner(
             call.model,
             call.num_rows,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lookahead_hf import compat
-from lookahead_hf.cache.column_map import seen_slots
+from lookahead_hf.cache.adopt import AdoptedCache
 
 if TYPE_CHECKING:
     from lookahead_hf.generation.session import BatchSession
@@ -38,7 +38,7 @@ def break_off(session: BatchSession) -> None:
     that it lacks.
     """
     try:
-        if session.call.returns_cache and session.runner.has_cache:
+        if session.call.returns_cache and session.runner.beginning is not None:
             session.runner.hand_back(int(session.runner.fed.min()))
     finally:
         session.processes.broke_off()
@@ -47,7 +47,8 @@ def break_off(session: BatchSession) -> None:
 def observe(session: BatchSession, row: int, kept: list[int], step: StepOutputs) -> None:
     """Keep the requested outputs of the tokens that a row keeps, by their places, root first."""
     if session.outputs.observes:
-        slots = seen_slots(session.runner.cache, row, kept)
+        assert isinstance(session.runner.cache, AdoptedCache)
+        slots = session.runner.cache.seen_slots(row, kept)
         session.outputs.observe(row, kept, step.of_model, slots)
 
 

@@ -104,6 +104,13 @@ class GenerateArguments:
             if compat.refuses_argument(self._model, name, value):
                 check_name("generate", name, ("speculative", "prediction"), theirs)
 
+    def check_prediction(self) -> None:
+        """Raise ValueError for a prediction that a call without speculation has no use for."""
+        if self._prediction is None or compat.has_own_generate(self._model):
+            return
+        if compat.refuses_argument(self._model, "prediction", self._prediction):
+            raise ValueError("prediction= is for speculative calls: pass speculative=True too")
+
     def check_original(self) -> None:
         """Raise Unserved where the original `generate` cannot be given a decoding strategy."""
         # transformers binds a repository's function to the model that it loads. A decoding loop of
@@ -300,12 +307,12 @@ def _checked_ids(ids: np.ndarray) -> np.ndarray:
 
 
 def _tokenize(text: str, tokenizer: Any) -> np.ndarray:
-    if tokenizer is None:
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor holds its tokenizer
+    if not callable(tokenizer):
         raise ValueError(
             "prediction is a text, which needs a tokenizer to become token ids: pass `tokenizer=` "
-            "in the call, or pass the ids"
+            f"in the call, or pass the ids (tokenizer is {tokenizer!r})"
         )
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor holds its tokenizer
     return _checked_ids(np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"]))
 
 

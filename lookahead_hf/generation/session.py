@@ -23,6 +23,7 @@ from lookahead_hf.generation.recorder import StatsRecorder
 from lookahead_hf.generation.tracer import Tracer
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.host import Runner
+from lookahead_hf.runner.prefill import prefill
 from lookahead_hf.verification.verifier import Verifier
 
 
@@ -48,13 +49,16 @@ class Session(ABC):
     def launch(self, draft: DraftTree) -> tuple[DraftTree, Any]:
         """Run a step; if memory runs out, run it without the draft and draft less from then on."""
         try:
-            return draft, self.runner.launch(self.rows, draft)
+            return draft, self._launch(draft)
         except torch.OutOfMemoryError:
             has_state = self.runner.recurrent is not None  # which may be half a step further
             if not draft.num_nodes or has_state or not self.processes.is_alone:
                 raise
         self.drafts.narrow(draft.max_nodes // 2)
         return DraftTree.empty(self.rows.num_rows), self.runner.launch_again(self.rows)
+
+    def _launch(self, draft: DraftTree) -> Any:
+        return self.runner.launch(self.rows, draft)
 
     def repeat_if_not_finite(self, draft: DraftTree, step: Any) -> tuple[DraftTree, Any]:
         """Run a step again without its draft if the draft made NaN of a row's logits."""
@@ -109,7 +113,8 @@ class BatchSession(Session):
         shown = compat.LAST_HIDDEN_STATES if self.drafts.reads_hidden_states else {}
         try:
             with self.stats.phase("prefill"):
-                outputs = self.runner.prefill(
+                outputs = prefill(
+                    self.runner,
                     call.input_ids,
                     call.generation_config,
                     {**shown, **call.model_kwargs},

@@ -65,6 +65,7 @@ def run(
     arguments.check_names()
     value, config = arguments.wanted(default)
     if value is None:
+        arguments.check_prediction()
         return _plainly(model, original, args, plain)
     plain.pop("prediction", None)
     token = _decided.set((*_decided.get(), model))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lookahead_hf.kernels.data import PathTable, RowScan, TopRows, TreeWalk, Wanted
 from lookahead_hf.kernels.dispatch import (
     MAX_ATTENTION_NODES,
     MAX_HEAD_DIM,
@@ -16,8 +17,6 @@ from lookahead_hf.kernels.dispatch import (
     tree_attention,
     verify_tree,
 )
-from lookahead_hf.kernels.path_table import PathTable
-from lookahead_hf.kernels.results import RowScan, TopRows, TreeWalk, Wanted
 
 __all__ = [
     "MAX_ATTENTION_NODES",

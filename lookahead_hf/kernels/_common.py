@@ -1,11 +1,14 @@
-"""What several kernels share: an order for scores, and packed (score, index) keys."""
+"""What several kernels share: an order for scores, packed (score, index) keys, a first launch."""
 
 # The bodies are Triton's language, in which pointers and blocks carry no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+
+from lookahead_hf.kernels._launch import launch
 
 LOWEST_KEY = tl.constexpr(-(2**31))
 """Below the key of every score, minus infinity included: masked lanes carry it and never win."""
@@ -63,3 +66,14 @@ def places(width: int) -> int:
     A kernel per width would save next to nothing and have to be compiled.
     """
     return 1 if width == 1 else max(64, triton.next_power_of_2(width))
+
+
+@triton.jit
+def _trial_kernel(out_ptr):
+    tl.store(out_ptr, 1)
+
+
+def try_launch(device: torch.device) -> None:
+    """Launch a kernel that needs next to nothing; it raises what any launch would."""
+    out = torch.zeros(1, dtype=torch.int32, device=device)
+    launch(_trial_kernel, (1,), out, out_ptr=out, num_warps=1)

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from lookahead_hf.kernels import _launch, attention, compact, topk, verify
-from lookahead_hf.kernels.path_table import PathTable
-from lookahead_hf.kernels.results import Wanted
+from lookahead_hf.kernels.data import PathTable, Wanted
 
 BEST_TOKENS, FEW_TOKENS = 48, 12
 """Best tokens that recycling asks for at the end of a path, and at other nodes."""

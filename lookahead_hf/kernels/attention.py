@@ -24,27 +24,25 @@ import torch
 import triton
 import triton.language as tl
 
-from lookahead_hf.kernels._attention_sizes import (
+from lookahead_hf.kernels._attention_parts import (
     LEAST_KEYS,
-    is_rdna,
-    keys_per_split,
-    num_stages,
-    tile_sizes,
-)
-from lookahead_hf.kernels._launch import device_of, launch
-from lookahead_hf.kernels._softmax import (
     add_sink,
     ancestor_at,
     attend,
     depth_of,
     first_in_window,
     in_window,
+    is_rdna,
     keys_of_split,
+    keys_per_split,
     load_vectors,
     merge,
+    num_stages,
     store_vectors,
     tail_start,
+    tile_sizes,
 )
+from lookahead_hf.kernels._launch import device_of, launch
 
 
 @triton.jit(do_not_specialize=["nodes", "window", "num_columns"])

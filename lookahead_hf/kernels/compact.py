@@ -16,7 +16,7 @@ import triton.language as tl
 
 from lookahead_hf.kernels._common import places
 from lookahead_hf.kernels._launch import launch
-from lookahead_hf.kernels.path_table import PathTable
+from lookahead_hf.kernels.data import PathTable
 
 _WORD = {1: tl.uint8, 2: tl.int16, 4: tl.int32}
 _BLOCK = 128

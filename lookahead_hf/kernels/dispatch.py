@@ -12,8 +12,7 @@ import torch
 
 from lookahead_hf.kernels import reference
 from lookahead_hf.kernels.cpu import program
-from lookahead_hf.kernels.path_table import PathTable
-from lookahead_hf.kernels.results import RowScan, TopRows, TreeWalk, Wanted
+from lookahead_hf.kernels.data import PathTable, RowScan, TopRows, TreeWalk, Wanted
 from lookahead_hf.ngram_pool import compilation
 
 MAX_ATTENTION_NODES = 64
@@ -73,9 +72,9 @@ def _has_triton(device: torch.device) -> bool:
     if not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 0):
         return False
     try:
-        from lookahead_hf.kernels import trial
+        from lookahead_hf.kernels import _common
 
-        trial.launch(device)
+        _common.try_launch(device)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -200,7 +199,7 @@ def compact_on_host(
 
     On a CPU a compiled loop moves the tokens: for 60 tensors torch takes 0.6 ms.
     """
-    is_ready = compilation.of_kernels.compiled() and compilation.available()
+    is_ready = compilation.of_kernels.compiled() and compilation.of_process.available()
     for part in table.by_device:
         device = part.tensors[0].device
         is_served = device.type == "cpu" and part.word_bytes > 1
@@ -217,7 +216,7 @@ def argmax(scores: torch.Tensor) -> int:
     """
     if scores.device.type != "cpu":
         return int(scores.argmax())
-    is_ready = compilation.of_kernels.compiled() and compilation.available()
+    is_ready = compilation.of_kernels.compiled() and compilation.of_process.available()
     if is_ready and scores.dtype in program.KINDS and scores.is_contiguous():
         return program.argmax(scores)
     return int(scores.float().numpy().argmax())

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from lookahead_hf.kernels.path_table import PathTable
-from lookahead_hf.kernels.results import TopRows, TreeWalk
+from lookahead_hf.kernels.data import PathTable, TopRows, TreeWalk
 
 
 def verify_tree(

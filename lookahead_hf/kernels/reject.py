@@ -33,7 +33,7 @@ from lookahead_hf.kernels._common import (
     packed_index,
 )
 from lookahead_hf.kernels._launch import launch
-from lookahead_hf.kernels.results import TreeWalk
+from lookahead_hf.kernels.data import TreeWalk
 
 _BLOCK = 4096
 

@@ -23,7 +23,7 @@ from lookahead_hf.kernels._common import (
     packed_score,
 )
 from lookahead_hf.kernels._launch import launch
-from lookahead_hf.kernels.results import RowScan
+from lookahead_hf.kernels.data import RowScan
 
 PART = 256
 """Entries that `topk_rows` reads again for each of the k best parts."""

@@ -28,7 +28,7 @@ from lookahead_hf.kernels._common import (
     packed_score,
 )
 from lookahead_hf.kernels._launch import launch
-from lookahead_hf.kernels.results import RowScan, TopRows, Wanted
+from lookahead_hf.kernels.data import RowScan, TopRows, Wanted
 from lookahead_hf.kernels.tiles import PART, tile_best
 
 _MOST_FOR_EIGHT_WARPS = 8192

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from lookahead_hf.kernels._common import LOWEST_PACKED, packed_index, places
 from lookahead_hf.kernels._launch import launch
-from lookahead_hf.kernels.results import TreeWalk
+from lookahead_hf.kernels.data import TreeWalk
 from lookahead_hf.kernels.tiles import tile_best
 
 

@@ -109,12 +109,9 @@ class RowProcessors:
     def unserved(self) -> str | None:
         """Return the class that cannot be called row by row, None if all can.
 
-        A processor that runs the model keeps a cache, for which rows must stay in step. In a batch,
-        any class not known to be row-independent may mix rows.
+        In a batch, any class not known to be row-independent may mix rows, or keep a cache for
+        which rows must stay in step.
         """
-        for processor in self._processors:
-            if isinstance(processor, hf.UnbatchedClassifierFreeGuidanceLogitsProcessor):
-                return type(processor).__name__
         return self._unknown if self.num_rows > 1 else None
 
     def __call__(self, row: int, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

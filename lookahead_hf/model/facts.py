@@ -17,27 +17,17 @@ class ModelFacts:
     """Facts that would each take a walk over the modules.
 
     Every call reads them when it begins, so that a change between calls counts.
-
-    Attributes:
-        key: Changes if the model's class, configuration, mode, compiled calls or hooks do.
-        attention_configs: Configurations from which modules read their attention's name.
-        devices: Devices of the parameters.
-        has_experts: Whether a layer routes every token to a few of its experts.
-        is_compiled: Whether the model, or a part of it, is called through `torch.compile`.
-        is_hooked: Whether a module has forward hooks of the caller's.
-        needs_columns: Whether a part of the model needs the columns of tokens.
-        unreadable: Class of a forward that handles masks and whose source is missing, else None.
     """
 
     def __init__(self, model: Any, modules: Sequence[nn.Module]) -> None:
         """Read a model, given all of its modules."""
-        self.key = _key(model)
+        self.key = _key(model)  # changes if class, configuration, mode, compiled calls or hooks do
         self.attention_configs = compat.configs_of(modules)
         own = (each for m in modules for each in compat.parameters_of(m).values())
         self.devices = {parameter.device for parameter in own if parameter is not None}
-        self.has_experts = any(map(compat.is_experts, modules))
+        self.has_experts = any("Expert" in type(module).__name__ for module in modules)
         self.is_compiled = any(map(compat.compiled_calls, modules))
-        self.is_hooked = any(map(compat.is_hooked, modules))
+        self.is_hooked = any(map(compat.is_hooked, modules))  # by the caller
         windowed = any(map(compat.is_windowed_by_slot, modules))
         self.needs_columns = windowed or compat.counts_positions(model)
         self.unreadable = compat.unreadable_forward({type(module) for module in modules})
@@ -66,9 +56,7 @@ def facts_of(model: nn.Module) -> ModelFacts:
     """Return the facts that the latest call on a model has read."""
     facts = state_of(model).get(ModelFacts)
     if facts is None or facts.key != _key(model):
-        read(model)
-        facts = state_of(model).get(ModelFacts)
-        assert facts is not None
+        facts = state_of(model).put(ModelFacts(model, list(model.modules())))
     return facts
 
 

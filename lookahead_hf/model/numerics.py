@@ -11,21 +11,13 @@ from lookahead_hf.model.facts import facts_of
 
 
 class Numerics(NamedTuple):
-    """What determines a model's numbers beside its weights; a self test holds for one of these.
-
-    Attributes:
-        dtype: Dtype of the weights.
-        device: Device of the model.
-        autocast: Dtype that `torch.autocast` computes in on this thread, None without it.
-        matmul: `torch.get_float32_matmul_precision()`.
-        attention: Names of the model's attention implementations.
-    """
+    """What determines a model's numbers beside its weights; a self test holds for one of these."""
 
     dtype: torch.dtype
     device: torch.device
-    autocast: torch.dtype | None
-    matmul: str
-    attention: tuple[str, ...]
+    autocast: torch.dtype | None  # that `torch.autocast` computes in on this thread
+    matmul: str  # `torch.get_float32_matmul_precision()`
+    attention: tuple[str, ...]  # names of the model's attention implementations
 
     @property
     def is_exact(self) -> bool:

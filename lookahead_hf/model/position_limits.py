@@ -12,9 +12,7 @@ from lookahead_hf.model import prefix_tuning
 
 
 def of_prompt(
-    model: Any,
-    input_ids: torch.Tensor,  # [rows, columns]
-    model_kwargs: dict[str, Any],
+    model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any]
 ) -> torch.Tensor | None:
     """Return the position ids of the decoder's prompt, [..., rows, columns], None without them."""
     name, before = compat.decoder_names(model).positions, prefix_tuning.of_model(model)
@@ -30,22 +28,12 @@ def of_prompt(
     return given + before.count
 
 
-def check_length(
-    model: Any,
-    position_ids: torch.Tensor,  # [..., rows, columns]
-    num_columns: int,
-    num_new: int,
-) -> None:
+def check_length(model: Any, position_ids: torch.Tensor, num_columns: int, num_new: int) -> None:
     """Raise Unserved if the call crosses a length at which the model's frequencies change.
 
     Such a model computes the frequencies of a forward from its longest position, so that a draft
-    beyond the length would alter the tokens before it.
-
-    Args:
-        model: The target.
-        position_ids: Positions of the prompt.
-        num_columns: Columns of the prompt.
-        num_new: Most tokens that the call generates; the last one is never fed.
+    beyond the length would alter the tokens before it. Positions, [..., rows, columns], and columns
+    are those of the prompt; of `num_new` tokens the last one is never fed.
     """
     limits = compat.rope_limits(model)
     if not limits or not position_ids.numel():  # the forward says what is wrong with the prompt

@@ -14,12 +14,10 @@ _AS_EMBEDDINGS = frozenset({"PROMPT_TUNING", "P_TUNING"})
 
 @dataclass(frozen=True, slots=True)
 class VirtualTokens:
-    """Virtual tokens before a decoder's prompt, which every row attends.
+    """Virtual tokens before a decoder's prompt, a column each, which every row attends.
 
-    Attributes:
-        count: Number of them, a column each.
-        by_column: Whether the model gets no position ids: a token's position is then its column,
-            virtual tokens and pads included.
+    If positions are `by_column`, the model gets no position ids: a token's position is its column,
+    virtual tokens and pads included.
     """
 
     count: int = 0
@@ -31,10 +29,7 @@ def of_model(model: Any) -> VirtualTokens:
 
     PEFT prepares the inputs of each forward in the model's place. If the cache holds the virtual
     tokens from the start, it adds their number to the positions. If they are embeddings before the
-    prompt's own, it leaves positions out.
-
-    Raises:
-        Unserved: The inputs are prepared in an unknown way.
+    prompt's own, it leaves positions out. Unserved if inputs are prepared in an unknown way.
     """
     prepare = model.prepare_inputs_for_generation
     if getattr(prepare, "__func__", None) is type(model).prepare_inputs_for_generation:

@@ -2,33 +2,8 @@
 
 from __future__ import annotations
 
-from lookahead_hf.ngram_pool.compilation import (
-    NumbaMissingError,
-    available,
-    check_available,
-    compile_in_background,
-    compile_now,
-    compiled,
-    give_way,
-    ready,
-    wait_until_loaded,
-)
-from lookahead_hf.ngram_pool.matches import Continuations
+from lookahead_hf.ngram_pool.compilation import NumbaMissingError, of_process
 from lookahead_hf.ngram_pool.pool import NgramPool, PoolInfo
 from lookahead_hf.ngram_pool.suffix_index import SuffixIndexes
 
-__all__ = [
-    "Continuations",
-    "NgramPool",
-    "NumbaMissingError",
-    "PoolInfo",
-    "SuffixIndexes",
-    "available",
-    "check_available",
-    "compile_in_background",
-    "compile_now",
-    "compiled",
-    "give_way",
-    "ready",
-    "wait_until_loaded",
-]
+__all__ = ["NgramPool", "NumbaMissingError", "PoolInfo", "SuffixIndexes", "of_process"]

@@ -113,11 +113,9 @@ class Compilation:
 
     def check_available(self) -> None:
         """Raise NumbaMissingError if numba is not installed or has failed to compile."""
-        if self.failure is not None:
+        if not self.available():
             reason = getattr(self.failure, "reason", self.failure)
             raise NumbaMissingError(reason) from self.failure
-        if not _is_installed():
-            raise NumbaMissingError
 
     def compiled(self) -> bool:
         """Return whether all is compiled or loaded, so no call waits."""
@@ -262,16 +260,6 @@ of_process = Compilation("of_process")
 
 of_kernels = Compilation("of_kernels")
 """The kernels for a CPU, which are compiled after them."""
-
-register = of_process.register
-available = of_process.available
-check_available = of_process.check_available
-compiled = of_process.compiled
-ready = of_process.ready
-compile_now = of_process.compile_now
-wait_until_loaded = of_process.wait_until_loaded
-compile_in_background = of_process.compile_in_background
-give_way = of_process.give_way
 
 if hasattr(os, "register_at_fork"):
     for _each in (of_process, of_kernels):

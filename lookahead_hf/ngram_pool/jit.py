@@ -82,13 +82,9 @@ def _kept(compiled: Any, function: Callable[..., Any], depends_on: tuple[Any, ..
 
 
 class TolerantCache(FunctionCache):
-    """numba's cache on disk, which compiles again after a full disk or a damaged file.
+    """numba's cache on disk, which compiles again after a full disk or a damaged file."""
 
-    Attributes:
-        depends_on: What else the compiled code depends on, besides the function's own file.
-    """
-
-    depends_on: tuple[Any, ...] = ()
+    depends_on: tuple[Any, ...] = ()  # what the code depends on besides the function's own file
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         return (*super()._index_key(sig, codegen), self.depends_on)

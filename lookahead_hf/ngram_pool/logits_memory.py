@@ -35,10 +35,8 @@ class LogitsMemory:
         `before` and `last` are the last two tokens, -1: none, [contexts] int64; `tokens` and
         `probs` the likeliest next ones, best first, [contexts, top_k or more].
         """
-        self._clock = compiled.remember(
-            self.keys, self._stamps, self.tokens, self.probs, self._clock,
-            before, last, tokens, probs,
-        )  # fmt: skip
+        held = self.keys, self._stamps, self.tokens, self.probs, self._clock
+        self._clock = compiled.remember(*held, before, last, tokens, probs)
 
 
 def top_rows(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from lookahead_hf.ngram_pool import store
-from lookahead_hf.ngram_pool.compilation import importing_numba, register
+from lookahead_hf.ngram_pool.compilation import importing_numba, of_process
 from lookahead_hf.ngram_pool.matches import (
     BORDER,
     LONGEST_MATCH,
@@ -316,4 +316,4 @@ def _warm_up() -> None:
     pool.grow([1, 2], np.full(NUM_BUCKETS, 0.5), 1)
 
 
-register(_warm_up)
+of_process.register(_warm_up)

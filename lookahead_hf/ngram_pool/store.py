@@ -76,22 +76,14 @@ class OpenFile:
 
 @dataclass(eq=False)
 class Contents:
-    """The arrays of a pool and the numbers that its file stores.
-
-    Attributes:
-        num_added: Tokens and borders that were ever added; `num_texts` borders are in the log.
-        file: The file that the arrays are mapped from; None if they are in memory.
-        log: Tokens by place, at least [live] int32.
-        links: Distances to the next older occurrences, at least [live, NUM_KEYS] uint32.
-        table: Newest occurrences by hash, at least [num_buckets, WAYS] uint32.
-    """
+    """The arrays of a pool, at least as large as `shapes` says, and the numbers of its file."""
 
     max_tokens: int
-    num_added: int = 0
-    num_texts: int = 0
+    num_added: int = 0  # tokens and borders that were ever added
+    num_texts: int = 0  # borders in the log
     vocab_size: int | None = None
     tokenizer_fingerprint: str | None = None
-    file: OpenFile | None = None
+    file: OpenFile | None = None  # that the arrays are mapped from, None if they are in memory
     log: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     links: np.ndarray = field(default_factory=lambda: np.empty((0, NUM_KEYS), np.uint32))
     table: np.ndarray = field(default_factory=lambda: np.zeros((FEWEST_BUCKETS, WAYS), np.uint32))

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import numpy as np
 
-from lookahead_hf.ngram_pool.compilation import importing_numba, register
+from lookahead_hf.ngram_pool.compilation import importing_numba, of_process
 from lookahead_hf.ngram_pool.matches import LONGEST_MATCH, NUM_BUCKETS, NUM_KEYS, check_limits
 from lookahead_hf.ngram_pool.store import enlarged
 
@@ -73,11 +73,9 @@ class SuffixIndexes:
         `rates` are [NUM_BUCKETS]. Returns row offsets, token ids, parents, depths and scores as in
         a `DraftTree`, and the bucket of each node, [nodes] int32.
         """
-        grown: tuple[np.ndarray, ...] = _functions().grow_rows(
-            self._states, live, self._limits, rates.astype(np.float64), min_score,
-            max_nodes,
-        )  # fmt: skip
-        return grown
+        return _functions().grow_rows(
+            self._states, live, self._limits, rates.astype(np.float64), min_score, max_nodes
+        )
 
     def _make_room(self, row: int, num_tokens: int) -> None:
         """Make room for `num_tokens` more in the text, and about as many in the table."""
@@ -115,4 +113,4 @@ def _warm_up() -> None:
     index.grow(np.full(NUM_BUCKETS, 0.5), 1, np.ones(1, bool))
 
 
-register(_warm_up)
+of_process.register(_warm_up)

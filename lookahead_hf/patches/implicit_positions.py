@@ -39,7 +39,7 @@ def put_under(model: nn.Module, give: SetOwn) -> None:
         return
     for table in compat.counted_tables(model):
         give(table, "forward", _looked_up(table))
-    for module in compat.decoder_modules(model):
+    for module in compat.decoder_of(model).modules():
         if compat.has_relative_bias(module):
             give(module, "compute_bias", _by_column(module.compute_bias))
         for name, made in ((compat.BLOOM_ALIBI, _by_order), (compat.MPT_ALIBI, _by_distance)):

@@ -2,38 +2,139 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from lookahead_hf import compat
 from lookahead_hf.cache.adopt import AdoptedCache
+from lookahead_hf.cache.columns import ColumnCache
 from lookahead_hf.call import execution
 from lookahead_hf.draft import DraftTree, Verdict, place_in_row
-from lookahead_hf.model import compiled
+from lookahead_hf.model import compiled, numerics
+from lookahead_hf.model.facts import facts_of
 from lookahead_hf.model_state import state_of
 from lookahead_hf.patches.forward import ForwardContext, running
+from lookahead_hf.patches.layers import CompiledSteps
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner import non_finite
-from lookahead_hf.runner.layout import BlockInputs
+from lookahead_hf.runner.layout import Beginning, BlockInputs, BlockLayout, BlockShape
 from lookahead_hf.runner.outputs import StepOutputs
-from lookahead_hf.runner.prefill import PromptRunner
+from lookahead_hf.runner.recurrent import RecurrentLayers
 
 
-class Runner(PromptRunner):
-    """Runs a model on ragged rows, in a cache that it takes over for the length of a call.
+class Runner:
+    """Runs a model on ragged rows, in a cache that it goes on with for the length of a call.
 
     Attributes:
         most_nodes: Most nodes of a row's draft, None for any number.
+        execution: How steps ran, as in `SpeculativeStats`.
+        num_fed: Tokens that the model was fed, padding included.
+        step_tokens: Those that steps have fed for each row, [rows] int64; where blocks are padded,
+            live rows have equal shares of all tokens.
+        by_kernel: Counts attentions by whether our kernel did them, if the shape of blocks asks for
+            it everywhere; else None.
+        only_chains: Whether drafts must be chains, because of recurrent states.
+        recurrent: The layers with such states, None without any or before the prompt.
+        is_flat: Whether blocks are flat, see `runner.flat`.
+        steps: How steps run the layers on a CPU, None for their own code.
+        beginning: What steps go on from, None before the prompt was run.
     """
 
     most_nodes: int | None = None
+    execution: str | None = execution.MODEL
+    num_fed = 0
+
+    def __init__(
+        self,
+        model: Any,
+        num_rows: int,
+        shape: BlockShape | None = None,
+        steps: CompiledSteps | None = None,
+        flat: bool = False,
+    ) -> None:
+        """Prepare for one call.
+
+        Args:
+            model: The target.
+            num_rows: Rows of the batch.
+            shape: The shape of every block, None to fit each draft.
+            steps: How steps run the layers on a CPU, None for their own code.
+            flat: Whether blocks are flat.
+        """
+        self.model = model
+        self.num_rows = num_rows
+        self.beginning: Beginning | None = None
+        self._shape, self._is_compiled = shape, compiled.is_compiled(model)
+        self.by_kernel = Counter[bool]() if shape is not None and shape.by_kernel else None
+        self.is_flat = flat
+        self.steps = steps
+        self.step_tokens, self._is_nan_alone = (
+            np.zeros(num_rows, np.int64),
+            np.zeros(num_rows, bool),
+        )
+        self._is_repeat = self._is_new = False
+        self._names = compat.decoder_names(model)
+        self.only_chains = bool(facts_of(model).mixers)
+        self.recurrent: RecurrentLayers | None = None
+        if self.only_chains and model.device.type == "cuda":
+            self.execution = execution.STATES
+
+    def begin(self, beginning: Beginning) -> None:
+        """Go on behind prompts."""
+        self.beginning = beginning
+        slots, copies = beginning.cache.slots, state_of(self.model).needs_copies
+        slots.extent.copies = (
+            bool(copies) and (numerics.of_model(self.model), self.is_flat) in copies
+        )
+        if self._shape is not None:
+            slots.fix(slots.longest + self._shape.room)
+        if self.only_chains:
+            by_token = self._shape is not None
+            self.recurrent = RecurrentLayers(self.model, slots, self.num_rows, by_token)
+        self._layout = BlockLayout(self.model, beginning)
+
+    def make_room(self, num_tokens: int) -> None:
+        """Prepare for texts of so many tokens; on the host, rows grow with their texts."""
+
+    def renew(self, steps: CompiledSteps | None) -> None:
+        """Go on with weights that may have changed, and with other compiled layers."""
+        self.steps = steps
+
+    def forget_nan(self, row: int) -> None:
+        """Let another text, which may show no NaN, take a row."""
+        self._is_nan_alone[row] = False
+
+    @property
+    def ways(self) -> dict[str, Any]:
+        """How steps ran, as fields of `SpeculativeStats`."""
+        if self.steps is None:
+            return {"execution": self.execution}
+        own_code = tuple(sorted(self.steps.reasons))
+        return {"execution": self.execution, "layers": self.steps.counts, "own_code": own_code}
+
+    @property
+    def has_one_shape(self) -> bool:
+        """Whether all blocks have the same shape."""
+        return self._shape is not None
+
+    @property
+    def trims(self) -> bool:
+        """Whether layers with a window hold no more than that."""
+        return self._shape is None and not self._is_compiled
+
+    @property
+    def cache(self) -> ColumnCache:
+        """The cache of the rows."""
+        assert self.beginning is not None
+        return self.beginning.cache
 
     @property
     def mode(self) -> str:
         """How steps run now, "compiled" or "", which their cost depends on."""
-        return execution.COMPILED if self._steps is not None and self._steps.is_used else ""
+        return execution.COMPILED if self.steps is not None and self.steps.is_used else ""
 
     @property
     def sizes(self) -> tuple[int, ...] | None:
@@ -47,24 +148,38 @@ class Runner(PromptRunner):
 
         The first block of a size takes up to a fifth longer: oneDNN prepares its kernels for it.
         """
-        was_timed = self._steps is not None and self._steps.was_timed
+        was_timed = self.steps is not None and self.steps.was_timed
         return not (self._is_repeat or self._is_new or was_timed)
 
     def launch(self, rows: Rows, draft: DraftTree) -> StepOutputs:
         """Lay out a step and run it; its logits are [rows, 1 + most nodes or more, vocab]."""
-        if not self.is_flat:
-            return self.forward(self.layout(rows, draft))
-        return self.run(self.fed_tokens(rows), draft)
+        if self.is_flat:
+            return self.run(self.fed_tokens(rows), draft)
+        inputs = self.layout(rows, draft)
+        self._share(inputs.num_tokens, rows.live)
+        return self.forward(inputs)
+
+    def launch_beside(
+        self, rows: Rows, draft: DraftTree, chunks: Mapping[int, np.ndarray]
+    ) -> StepOutputs:
+        """Launch a flat step that also reads the next tokens of prompts, by row, [tokens] each."""
+        fed = [chunks.get(row, last) for row, last in enumerate(self.fed_tokens(rows))]
+        step = self.run(fed, draft)
+        # At once: if the step is repeated without its draft, these tokens are in the cache.
+        self.keep(np.array([min(1, len(chunks.get(row, ()))) for row in range(self.num_rows)]))
+        self._is_new = True  # its time is not that of a step
+        return step
+
+    def _share(self, num_tokens: int, live: np.ndarray) -> None:
+        """Count the tokens of a padded block."""
+        shares = np.linspace(0, num_tokens, int(live.sum()) + 1)
+        self.step_tokens[live] += np.diff(shares.astype(np.int64))
 
     def launch_again(self, rows: Rows) -> StepOutputs:
         """Launch a step without a draft after memory ran out in it or behind it."""
-        self.roll_back()
         step = self.launch(rows, DraftTree.empty(self.num_rows))
         self._is_new = True  # its time is that of two launches
         return step
-
-    def roll_back(self) -> None:
-        """Keep nothing of the latest step; a runner on the host has kept nothing yet."""
 
     def fed_tokens(self, rows: Rows) -> list[np.ndarray]:
         """Return the tokens that a flat block feeds before a draft: each live row's last one."""
@@ -89,7 +204,9 @@ class Runner(PromptRunner):
             Its outputs; the logits are [rows, 1 + most nodes, vocab].
         """
         step = self.forward(self._layout.flat(fed, draft), is_prompt)
-        self.keep(np.array([max(len(tokens) - 1, 0) for tokens in fed]))
+        num_fed = np.array([len(tokens) for tokens in fed])
+        self.step_tokens += np.where(num_fed > 0, num_fed + np.diff(draft.row_offsets), 0)
+        self.keep(np.maximum(num_fed - 1, 0))
         return step
 
     def layout(self, rows: Rows, draft: DraftTree) -> BlockInputs:
@@ -100,27 +217,25 @@ class Runner(PromptRunner):
         elif self._is_compiled:
             width = compiled.width_for(width)
             compiled.make_room(self.cache.slots, self.cache.slots.longest + width)
-        ahead = self._ahead(rows)
+        # Without columns of a prompt, each row counts from the beginning of its text.
+        ahead = (rows.num_emitted if self.cache.num_columns else rows.lengths) - 1
         # A finished row may already be at the last learned position and must not move past it.
         ahead = np.minimum(ahead, ahead[rows.live].max(initial=0))
         return self._layout.block(draft.padded(width, rows.last_tokens), ahead)
 
-    def _ahead(self, rows: Rows) -> np.ndarray:
-        """Return the tokens of each row that were fed since the prompt, [rows]."""
-        return rows.num_emitted - 1
-
     def forward(self, inputs: BlockInputs, is_prompt: bool = False) -> StepOutputs:
         """Run the model on a block; its logits are [rows, width, vocab]."""
-        given, device = inputs.model_inputs, self._next_position.device
-        experts = compat.set_up_for_step(self.model, *given[self._names.ids].shape)
+        given = inputs.model_inputs
+        ids = given[self._names.ids]
+        experts = compat.set_up_for_step(self.model, *ids.shape)
         mixers = {} if self.recurrent is None else self.recurrent.forwards
         context = ForwardContext(inputs.trees, inputs.flat, inputs.columns, mixers, self.by_kernel)
-        steps = None if is_prompt else self._steps
+        steps = None if is_prompt else self.steps
 
         def run() -> Any:
             return self.model(**given, return_dict=True)
 
-        with running(context, device), experts:
+        with running(context, ids.device), experts:
             outputs = run() if steps is None else steps.run(run, inputs.num_tokens)
         if steps is not None:
             self.execution = execution.COMPILED if steps.is_used else execution.MODEL
@@ -143,7 +258,6 @@ class Runner(PromptRunner):
     def repeat_without_draft(self, rows: Rows) -> StepOutputs:
         """Run a step again without its draft, in cleared slots."""
         non_finite.clear(self.cache.slots)
-        self.roll_back()
         step = self.launch(rows, DraftTree.empty(self.num_rows))
         self._is_nan_alone |= step.count_nan() > 0
         self._is_repeat = True

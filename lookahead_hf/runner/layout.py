@@ -53,27 +53,37 @@ class BlockInputs:
     flat: FlatBlock | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What steps go on from.
+
+    Attributes:
+        cache: Holds the prompts; empty if steps read them, too.
+        kinds: The masks that the model's layers need.
+        passed: Arguments that every forward gets.
+        next_position: Position of the token after the prompt, [..., rows, 1].
+        prompt_positions: Those of the prompt, [rows, columns], if blocks are flat.
+    """
+
+    cache: ColumnCache
+    kinds: list[masks.MaskKind]
+    passed: dict[str, Any]
+    next_position: torch.Tensor
+    prompt_positions: np.ndarray | None = None
+
+
 class BlockLayout:
     """Lays blocks out over a cache."""
 
-    def __init__(
-        self,
-        model: Any,
-        cache: ColumnCache,
-        kinds: list[masks.MaskKind],
-        passed: dict[str, Any],
-        next_position: torch.Tensor,  # [..., rows, 1], of the token after the prompt
-        prompt_positions: np.ndarray | None = None,  # [rows, columns]; to lay out its tokens, too
-    ) -> None:
-        """Prepare for one call, in which every forward also gets the arguments in `passed`."""
-        self._model, self._cache, self._kinds, self._passed = model, cache, kinds, passed
-        self._next_position, self._device = next_position, next_position.device
-        self._prompt_positions = prompt_positions
+    def __init__(self, model: Any, begin: Beginning) -> None:
+        self._model, self._cache, self._kinds = model, begin.cache, begin.kinds
+        self._passed, self._prompt_positions = begin.passed, begin.prompt_positions
+        self._next_position, self._device = begin.next_position, begin.next_position.device
         self._names, self._mask_dict = compat.decoder_names(model), compat.takes_mask_dict(model)
         facts = facts_of(model)
         self._needs_columns, self._has_states = facts.needs_columns, bool(facts.mixers)
-        self._is_limited = any(kind.is_limited for kind in kinds)
-        pads = torch.from_numpy(cache.pads[:, None]).to(self._device)
+        self._is_limited = any(kind.is_limited for kind in begin.kinds)
+        pads = torch.from_numpy(begin.cache.pads[:, None]).to(self._device)
         self._uncounted = pads if self._names.skips_pads else 0
 
     def block(self, fields: np.ndarray, ahead: np.ndarray) -> BlockInputs:

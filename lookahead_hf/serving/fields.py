@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from lookahead_hf.config import SpeculativeConfig
-from lookahead_hf.serving.openai_fields import samples
+from lookahead_hf.serving.openai_fields import media, samples
 from lookahead_hf.stats import SourceStats, SpeculativeStats
 
 OF_THE_SERVER = {
     "pool": "start the server with --pool FILE",
     "learn": 'start the server with --config \'{"pool": FILE, "learn": true}\'',
 }
-"""Fields that requests cannot set, because they open files or share texts."""
+"""Fields, and options of drafters, that requests cannot set: they open files or share texts."""
 
 _EVENT = b"data: "
 
@@ -32,6 +32,7 @@ class ServedRequest:
         speculative: A configuration, False for plain decoding, None for the server's default.
         prediction: The text that the client expects.
         samples: Whether it asks for a sample.
+        media: The type of its first part that is no text, such as a picture.
         schema: The JSON schema of the answer, None for any text.
         tools: The tools of which the answer calls one, by name, with the JSON schemas of their
             parameters; None if it need not call any.
@@ -44,6 +45,7 @@ class ServedRequest:
     speculative: SpeculativeConfig | bool | None = None
     prediction: str | None = None
     samples: bool = False
+    media: str | None = None
     schema: str | None = None
     tools: Mapping[str, Any] | None = None
     is_cancelled: bool = False
@@ -67,7 +69,7 @@ def take_request(body: dict[str, Any], config: SpeculativeConfig) -> ServedReque
         ValueError: A field has a value that is not allowed.
     """
     asked, prediction = body.pop("speculative", None), body.pop("prediction", None)
-    return ServedRequest(allowed(asked, config), _text_of(prediction), samples(body))
+    return ServedRequest(allowed(asked, config), _text_of(prediction), samples(body), media(body))
 
 
 def allowed(asked: Any, config: SpeculativeConfig) -> SpeculativeConfig | bool | None:
@@ -94,9 +96,12 @@ def allowed(asked: Any, config: SpeculativeConfig) -> SpeculativeConfig | bool |
 
 
 def _check(fields: Mapping[str, Any]) -> None:
-    for name, remedy in OF_THE_SERVER.items():
-        if fields.get(name):
-            raise ValueError(f"a request cannot set {name}, which is the server's: {remedy}")
+    options = fields.get("options")
+    of_drafters = options.values() if isinstance(options, Mapping) else ()
+    for given in (fields, *of_drafters):
+        for name, remedy in OF_THE_SERVER.items():
+            if isinstance(given, Mapping) and given.get(name):
+                raise ValueError(f"a request cannot set {name}, which is the server's: {remedy}")
 
 
 def _text_of(prediction: Any) -> str | None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+from jinja2 import TemplateError
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -19,11 +20,17 @@ from lookahead_hf.serving.fields import (
     current,
     take_request,
 )
-from lookahead_hf.serving.openai_fields import UnknownModelError, as_error, check_fields, error
+from lookahead_hf.serving.openai_fields import (
+    REFUSED,
+    UnknownModelError,
+    as_error,
+    check_fields,
+    error,
+)
 from lookahead_hf.serving.schemas import take_schema
 from lookahead_hf.serving.tools import take_tools
 
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+PATHS = tuple(REFUSED)
 """Where a request in JSON is answered with generated text."""
 
 
@@ -62,7 +69,7 @@ class SpeculativeFields:
         """Return the body without our fields, and the request that they describe."""
         try:
             fields = json.loads(body)
-        except ValueError:
+        except (ValueError, RecursionError):
             fields = None  # transformers says what is wrong
         if not isinstance(fields, dict):
             return body, ServedRequest()
@@ -94,9 +101,14 @@ class SpeculativeFields:
         watching = asyncio.ensure_future(watch())
         try:
             await self._app(scope, next_message, send)
-        except Exception:
+        except Exception as error:
+            if isinstance(error, TemplateError):
+                request.refusal = f"the model's chat template refuses the messages: {error}"
             if request.refusal is None and not request.is_cancelled:
-                raise
+                if request.tools is None or not isinstance(error, ValueError):
+                    raise
+                why = str(error).partition("\n")[0]  # transformers reads whole calls alone
+                request.refusal = f"the answer ends within a tool's call: allow more tokens ({why})"
         finally:
             watching.cancel()
 

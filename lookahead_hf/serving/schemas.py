@@ -9,6 +9,9 @@ from typing import Any
 from lookahead_hf.serving.fields import ServedRequest, current
 from lookahead_hf.serving.tools import calling
 
+_TEXT = ("input_ids", "attention_mask", "token_type_ids")
+"""Arguments of a generation that hold text."""
+
 
 def take_schema(body: dict[str, Any]) -> str | None:
     """Take the answer's format, which transformers' server ignores, out of a request's body.
@@ -26,9 +29,10 @@ def take_schema(body: dict[str, Any]) -> str | None:
     of_text = text.pop("format", None) if isinstance(text, dict) else None
     if text == {}:
         del body["text"]
-    asked: Any = body.pop("response_format", None) or of_text
-    kind = asked.get("type") if isinstance(asked, Mapping) else asked
-    if kind in (None, "text"):
+    of_body = body.pop("response_format", None)
+    asked: Any = of_text if of_body is None else of_body
+    kind = asked.get("type") if isinstance(asked, Mapping) else None
+    if asked is None or kind == "text":
         return None
     if kind == "json_object":
         return '{"type": "object"}'
@@ -53,9 +57,12 @@ def obey(request: ServedRequest, given: dict[str, Any], model: Any, tokenizer: A
         tokenizer: Its tokenizer, or the processor that has it.
 
     Raises:
-        ValueError: A schema cannot be compiled, xgrammar is not installed, or the model's way to
-            call tools is unknown.
+        ValueError: A schema cannot be compiled, xgrammar is not installed, the model's way to call
+            tools is unknown, or it does not read what the messages hold.
     """
+    has_media = any(hasattr(value, "shape") for name, value in given.items() if name not in _TEXT)
+    if request.media is not None and not has_media:
+        raise ValueError(f"{request.media}: this model reads text alone, so leave that part out")
     if request.schema is None and request.tools is None:
         return
     try:

@@ -205,11 +205,11 @@ def _check_room(call: PreparedCall) -> None:
         raise Unserved(FallbackReason.CACHE, f"a static cache of {room} columns", fix)
 
 
-def on_device(model: Any, input_ids: torch.Tensor) -> bool:
+def on_device(model: Any, device: torch.device) -> bool:
     """Return whether steps can stay on the device of the prompt."""
     facts = facts_of(model)
     counts = facts.needs_columns or prefix_tuning.of_model(model).count
-    return facts.all_on(input_ids.device) and not counts and not facts.mixers
+    return facts.all_on(device) and not counts and not facts.mixers
 
 
 def _check_cache(model: Any, given: Any, shows_attention: bool = False) -> None:

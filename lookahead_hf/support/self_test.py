@@ -18,6 +18,7 @@ from lookahead_hf.patches.patched import patched
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.layout import BlockShape
+from lookahead_hf.runner.prefill import start
 
 TRIED = frozenset(
     {"cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gptj", "granite"}
@@ -95,7 +96,7 @@ def _is_all_by_kernel(model: Any, width: int) -> bool:
     runner = Runner(model, 1, BlockShape(width, width, by_kernel=True))
     rows, counts = Rows(ids.to("cpu").numpy()), runner.by_kernel
     with patched(model):
-        runner.start(ids, compat.DynamicCache(config=model.config))
+        start(runner, ids, compat.DynamicCache(config=model.config))
         rows.emit(0, PROMPT)
         runner.launch(rows, DraftTree.empty(1))
     assert counts is not None
@@ -190,7 +191,7 @@ def _ragged(
     with patched(model):
         begun = slice(0, -2) if is_flat else slice(None)
         cache = compat.DynamicCache(config=model.config)
-        runner.start(prompt[:, begun], cache, mask[:, begun])
+        start(runner, prompt[:, begun], cache, mask[:, begun])
         if is_flat:
             runner.run(list(prompt[:, -2:].cpu().numpy()), DraftTree.empty(2))
             runner.keep(np.ones(2, np.int64))
@@ -239,7 +240,8 @@ def _ragged_chains(runner: Runner, text: np.ndarray) -> Logits:
     """Return the logits of two rows of one text that advance by different counts."""
     prompt = torch.from_numpy(text[:PROMPT])[None].repeat(2, 1)
     rows, got = Rows(prompt.numpy()), []
-    runner.start(prompt.to(runner.model.device), compat.DynamicCache(config=runner.model.config))
+    cache = compat.DynamicCache(config=runner.model.config)
+    start(runner, prompt.to(runner.model.device), cache)
     for row in range(2):
         rows.emit(row, int(text[PROMPT]))
     for step, right in enumerate(zip(*RIGHT, strict=True)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
@@ -13,7 +13,6 @@ from typing import Any
 from lookahead_hf.trace.page import page
 from lookahead_hf.trace.perfetto import events
 from lookahead_hf.trace.steps import MODEL, TraceNode, TraceRow, TraceStep, step_from_dict
-from lookahead_hf.trace.text import pieces_of
 
 __all__ = ["MODEL", "Trace", "TraceNode", "TraceRow", "TraceStep"]
 
@@ -110,3 +109,22 @@ class Trace:
 
     def _steps_of(self, row: int) -> list[TraceRow]:
         return [each for step in self.steps for each in step.rows if each.row == row]
+
+
+def pieces_of(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, ...]:
+    """Split the text of tokens into what each of them adds.
+
+    A token's text may depend on the tokens before it. So every token is decoded together with those
+    that the latest piece came from. A character of several tokens belongs to the last of them: some
+    pieces are empty. All that is asked of the tokenizer is `decode`.
+    """
+    pieces = [""] * len(tokens)
+    context = done = 0  # where the latest piece's tokens begin and end
+    for index in range(len(tokens)):
+        known = tokenizer.decode(list(tokens[context:done]))
+        text = tokenizer.decode(list(tokens[context : index + 1]))
+        if text.endswith("\ufffd") and index + 1 < len(tokens):
+            continue  # bytes that are not a whole character yet
+        pieces[index] = text[len(known) :]
+        context, done = done, index + 1
+    return tuple(pieces)

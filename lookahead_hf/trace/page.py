@@ -54,12 +54,7 @@ def page(trace: Trace) -> str:
 
 
 def notebook(summary: str, trace: Trace | None) -> str:
-    """Return a table of a summary's lines and, if there is a trace, the coloured text.
-
-    Args:
-        summary: Lines such as "name: value".
-        trace: The trace of the call, None if it has none.
-    """
+    """Return a table of a summary's lines, "name: value", and the coloured text of a trace."""
     cells = [map(escape, line.partition(": ")[::2]) for line in summary.splitlines()]
     lines = ["<tr><td style='text-align:left'>" + "</td><td>".join(cell) for cell in cells]
     shown = [f"<table>{''.join(lines)}</table>"]

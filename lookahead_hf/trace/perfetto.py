@@ -17,13 +17,8 @@ def events(trace: Trace) -> dict[str, Any]:
     """Return slices for the steps and, inside, for their parts, and counters of tokens.
 
     The length of each part is measured. Its place within the step is not: the parts are shown one
-    after the other, although learning comes last and some of it runs beside the forward.
-
-    Args:
-        trace: The trace of a call; with text, the steps show theirs.
-
-    Returns:
-        The object form of the format; all times are in microseconds.
+    after the other, although learning comes last and some of it runs beside the forward. Steps show
+    their texts if the trace has any. All times are in microseconds.
     """
     process = {"name": "process_name", "ph": "M", **_TRACK, "args": {"name": "lookahead_hf"}}
     steps = [event for index, step in enumerate(trace.steps) for event in _of_step(index, step)]
@@ -43,13 +38,8 @@ def _of_step(index: int, step: TraceStep) -> Iterator[dict[str, Any]]:
         yield _slice(part, at, ms)
         at += ms
     for counter, count in counts.items():
-        yield {
-            "name": counter,
-            "ph": "C",
-            "ts": step.start_ms * 1e3,
-            "args": {counter: count},
-            **_TRACK,
-        }
+        place = {"ph": "C", "ts": step.start_ms * 1e3, **_TRACK}
+        yield {"name": counter, **place, "args": {counter: count}}
 
 
 def _slice(name: str, start_ms: float, ms: float) -> dict[str, Any]:

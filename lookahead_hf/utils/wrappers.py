@@ -9,11 +9,7 @@ MOST_WRAPPERS = 16
 
 
 def unwrap(model: Any) -> Any:
-    """Return the transformers model inside wrappers.
-
-    Raises:
-        ValueError: There is no such model.
-    """
+    """Return the transformers model inside wrappers; ValueError if there is none."""
     from transformers import GenerationMixin  # so that statistics can be read without torch
 
     inner = model

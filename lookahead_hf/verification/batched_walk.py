@@ -7,13 +7,12 @@ import torch
 
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.rows import Rows
-from lookahead_hf.verification.noise import Noise
-from lookahead_hf.verification.walk import Walk
+from lookahead_hf.verification.walk import Walk, reads_wait
 
 
 def pays(device: torch.device, num_rows: int) -> bool:
     """Return whether processing rows together is faster than one by one."""
-    return device.type != "cpu" and num_rows > 1
+    return reads_wait(device) and num_rows > 1
 
 
 class BatchedWalk(Walk):
@@ -24,7 +23,7 @@ class BatchedWalk(Walk):
     """
 
     def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
-        if self._choices_are_free:
+        if self.rules.takes_likeliest:
             return super().verify(rows, draft, logits)
         live = rows.live
         tokens: list[list[int]] = [[] for _ in range(rows.num_rows)]
@@ -46,12 +45,12 @@ class BatchedWalk(Walk):
 
     def _choose_each(self, rows: Rows, going: list[int], logits: torch.Tensor) -> list[int]:
         """Return the tokens that plain would choose after logits, [rows that go on, vocab]."""
-        emitter = self._emitter
+        emitter, noise = self.rules.emitter, self.rules.noise
         raw = logits.to(copy=True, dtype=torch.float32, device=emitter.device)
         scores = self.rules.processors.of_rows(going, lambda row: emitter.ids(rows, row), raw)
         for row, chosen_by, given in zip(going, scores, raw, strict=True):
             emitter.choose(row, chosen_by, given)
         if not self.rules.do_sample:
             return scores.argmax(-1).tolist()
-        assert isinstance(self._noise, Noise)
-        return self._noise.pick(scores.softmax(-1), going, rows.num_emitted[going])
+        assert noise is not None
+        return noise.pick(scores.softmax(-1), going, rows.num_emitted[going])

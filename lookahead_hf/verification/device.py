@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from lookahead_hf.call.emitter import Emitter
-from lookahead_hf.draft import DraftTree, Verdict
+from lookahead_hf.draft import DraftTree
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner.outputs import DeviceOutputs, Scores, Scoring
+from lookahead_hf.runner.outputs import Scores, Scoring
 from lookahead_hf.verification.batched_walk import BatchedWalk
 from lookahead_hf.verification.node_processors import NodeProcessors
-from lookahead_hf.verification.noise import Noise
-from lookahead_hf.verification.walk import Decide, Rules, along
+from lookahead_hf.verification.walk import Rules
 
 
 def serves(device: torch.device) -> bool:
@@ -27,8 +25,8 @@ class Device(BatchedWalk):
 
     name = "device"
 
-    def __init__(self, rules: Rules, emitter: Emitter) -> None:
-        super().__init__(rules, emitter)
+    def __init__(self, rules: Rules) -> None:
+        super().__init__(rules)
         self._processed = NodeProcessors(rules.processors)
 
     @property
@@ -38,23 +36,12 @@ class Device(BatchedWalk):
 
     def scores(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Scores:
         """Return the processed scores of a step from its logits, [rows, width, vocab]."""
-        scores = logits.to(copy=True, dtype=torch.float32)
+        scores, noise = logits.to(copy=True, dtype=torch.float32), self.rules.noise
         scores = self._processed(rows, draft, scores)
-        if not self.rules.do_sample:
+        if noise is None:
             return Scores(scores)
-        assert isinstance(self._noise, Noise)
         probs = scores.softmax(-1)
         depths = int(draft.depth.max(initial=0)) + 1
-        noise = self._noise.blocks(rows.num_emitted, depths)
-        return Scores(probs, noise, probs.amax(-1).isfinite().long())
-
-    def read(self, rows: Rows, draft: DraftTree, step: DeviceOutputs) -> Verdict:
-        """Wait for a step on the device; see `Verifier.read`."""
-        walked = step.walk.take()
-        is_finite = None if step.is_finite is None else step.is_finite.take()
-
-        def decider(row: int) -> Decide:
-            of_row = None if is_finite is None else is_finite[row]
-            return along(walked[row], draft.token_ids[draft.row(row)], of_row)
-
-        return self._walk(rows, decider)
+        return Scores(
+            probs, noise.blocks(rows.num_emitted, depths), probs.amax(-1).isfinite().long()
+        )

@@ -47,7 +47,7 @@ class FollowerWalk(_Follower, Walk):
         message = self._message
         is_last = int(rows.num_emitted[row]) + 1 == int(message.num_text[row])
         stops = bool(message.verdict.finished[row]) and is_last
-        return self._emitter.emit(rows, row, token, stops)
+        return self.rules.emitter.emit(rows, row, token, stops)
 
 
 class FollowerLockstep(_Follower, Lockstep):

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from lookahead_hf import kernels
-from lookahead_hf.call.emitter import Emitter
 from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.draft import DraftTree, Verdict, place_in_row
 from lookahead_hf.rows import Rows
@@ -36,10 +35,10 @@ class Rejection(Walk):
 
     name = "rejection"
 
-    def __init__(self, rules: Rules, emitter: Emitter, processes: Processes | None = None) -> None:
-        super().__init__(rules, emitter, processes)
+    def __init__(self, rules: Rules, processes: Processes | None = None) -> None:
+        super().__init__(rules, processes)
         processors, self._processed = rules.processors, None
-        if processors.all_known and admits(processors) and not emitter.keeps_choices:
+        if processors.all_known and admits(processors) and not rules.emitter.outputs.chooses:
             self._processed = NodeProcessors(processors)
 
     def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
@@ -55,7 +54,7 @@ class Rejection(Walk):
         parents, drafted = draft.parents[nodes], draft.token_ids[nodes]
 
         def decide(node: int) -> tuple[int, int | None]:
-            probs = self.score(rows, row, logits[row, node + 1]).softmax(-1)[0]
+            probs = self.rules.score(rows, row, logits[row, node + 1]).softmax(-1)[0]
             children = np.flatnonzero(parents == node)
             which, ids = _upload(nodes.start + children, drafted[children], device=probs.device)
             known: Any = draft.probs

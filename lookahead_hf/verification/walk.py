@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +17,8 @@ from lookahead_hf.draft import ROOT, DraftTree, Verdict
 from lookahead_hf.kernels import argmax
 from lookahead_hf.logits.row_processors import RowProcessors
 from lookahead_hf.rows import Rows
+from lookahead_hf.runner.outputs import DeviceOutputs
+from lookahead_hf.verification.generators import OwnGenerators
 from lookahead_hf.verification.noise import Noise
 from lookahead_hf.verification.rng import refuse_unless
 from lookahead_hf.verification.verifier import Verifier
@@ -23,76 +27,179 @@ Decide = Callable[[int], tuple[int, int | None]]
 """Takes a node and returns the token after it and the child with that token, if any."""
 
 
-@dataclass(frozen=True, slots=True)
+def reads_wait(device: torch.device) -> bool:
+    """Return whether the host waits for a device whenever it reads a number there."""
+    return device.type != "cpu"
+
+
+@dataclass(eq=False, slots=True)
 class Rules:
-    """How a call chooses tokens.
+    """How the rows of a call get their tokens; the call of a request has one row, in any place.
 
     Attributes:
         processors: Logits processors and warpers, applied to a node with its own prefix.
+        emitter: Emits the tokens.
         do_sample: Whether tokens are sampled; otherwise the likeliest is chosen.
         in_order: Whether the default generator itself draws, for tokens chosen in plain's order.
         seed: Samples are those of plain after `manual_seed(seed)`; None: the default generator's.
+        generators: What unknown processors and criteria of a request draw from.
+        noise: What samples are chosen by, unless they are drawn in order.
     """
 
     processors: RowProcessors
+    emitter: Emitter
     do_sample: bool = False
     in_order: bool = False
     seed: int | None = None
+    generators: OwnGenerators | None = None
+    noise: Noise | None = None
+
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether the likeliest token is chosen, and the scores are not asked for."""
+        return not (self.do_sample or self.emitter.outputs.chooses) and self.processors.empty
+
+    def begin(self, vocab: int) -> None:
+        """Prepare the noise of samples, before the first token."""
+        if self.do_sample and not self.in_order:
+            shape = self.processors.num_rows, vocab
+            self.noise = Noise(*shape, self.emitter.device, seed=self.seed)
+
+    def drawing(self) -> AbstractContextManager[None]:
+        """Let this thread draw from the generators of the text inside."""
+        return nullcontext() if self.generators is None else self.generators.in_place()
+
+    def choose(self, rows: Rows, row: int, logits: torch.Tensor) -> int:
+        """Return the token that plain `generate` chooses after logits, [vocab]."""
+        if self.takes_likeliest:
+            return argmax(logits)
+        scores = self.score(rows, row, logits)
+        if not self.do_sample:
+            return argmax(scores[0])
+        probs = scores.softmax(-1)
+        if self.noise is None:
+            return int(torch.multinomial(probs, 1))
+        return self.noise.pick(probs, [self._place(row)], rows.num_emitted[[row]])[0]
+
+    def score(self, rows: Rows, row: int, logits: torch.Tensor) -> torch.Tensor:
+        """Return the processed scores after logits, [1, vocab] float32; keep them if requested."""
+        processors, emitter, place = self.processors, self.emitter, self._place(row)
+        raw = logits[None].to(copy=True, dtype=torch.float32, device=emitter.device)
+        scores = raw
+        if not processors.empty:
+            ids = emitter.ids(rows, row)
+            scores = processors(place, ids, raw)
+            if not processors.all_known:
+                rows.rewrite(row, ids[0])
+        emitter.choose(place, scores[0], raw[0])
+        return scores
+
+    def _place(self, row: int) -> int:
+        """Return which of the call's rows a row is."""
+        return row if self.processors.num_rows > 1 else 0
 
 
 class Walk(Verifier):
-    """Verifies row by row and node by node; processors and criteria see what plain shows them."""
+    """Verifies row by row and node by node; processors and criteria see what plain shows them.
+
+    Attributes:
+        errors: Exceptions that have ended texts of a queue, by row.
+    """
 
     name = "walk"
 
-    def __init__(self, rules: Rules, emitter: Emitter, processes: Processes | None = None) -> None:
+    def __init__(self, rules: Rules | None = None, processes: Processes | None = None) -> None:
+        """`rules`: those of a batch; None for a queue, whose texts bring their own."""
         super().__init__(processes)
-        self.rules, self._emitter = rules, emitter
-        self._noise: Noise | None = None
+        self._of_batch, self._of_texts = rules, dict[int, Rules]()
+        self.errors: dict[int, Exception] = {}
         self._likeliest: np.ndarray | None = None  # [rows, nodes] of a step
 
+    @property
+    def rules(self) -> Rules:
+        """The rules of a batch."""
+        assert self._of_batch is not None
+        return self._of_batch
+
+    def rules_of(self, row: int) -> Rules:
+        """Return the rules of a row."""
+        return self._of_batch or self._of_texts[row]
+
+    def takes_likeliest(self, rows: Rows) -> bool:
+        """Return whether all live rows of a queue take their likeliest tokens."""
+        return all(self.rules_of(row).takes_likeliest for row in np.flatnonzero(rows.live).tolist())
+
+    def take(self, rows: Rows, row: int, rules: Rules, logits: torch.Tensor) -> None:
+        """Emit the first token of a text in a row of a queue, by the logits, [vocab]."""
+        self._of_texts[row] = rules
+        rules.begin(len(logits))
+        with rules.drawing():
+            rules.emitter.emit(rows, row, rules.choose(rows, row, logits))
+
+    def free(self, row: int) -> None:
+        """Forget the text of a row of a queue."""
+        self._of_texts.pop(row, None)
+        self.errors.pop(row, None)
+
     def first(self, rows: Rows, logits: torch.Tensor) -> Verdict:
-        if self.rules.do_sample and not self.rules.in_order:
-            shape = rows.num_rows, logits.shape[-1]
-            self._noise = Noise(*shape, self._emitter.device, seed=self.rules.seed)
+        self.rules.begin(logits.shape[-1])
         return super().first(rows, logits)
 
     def end(self, rows: Rows) -> None:
-        processors, columns = self.rules.processors, self._emitter.num_shown(rows)
-        if self._noise is not None:
-            self._noise.finish(columns)
-        if processors.keeps_state:
+        rules, columns = self.rules, self.rules.emitter.num_shown(rows)
+        if rules.noise is not None:
+            rules.noise.finish(columns)
+        if rules.processors.keeps_state:
             ids = np.stack([rows.ids(row)[: rows.prompt_columns] for row in range(rows.num_rows)])
             shown = np.minimum(rows.num_text, columns - 1).tolist()
             texts = [rows.emitted(row)[:count].tolist() for row, count in enumerate(shown)]
-            processors.end(torch.from_numpy(ids).to(self._emitter.device), texts)
+            rules.processors.end(torch.from_numpy(ids).to(rules.emitter.device), texts)
 
     def feed_pad(self, rows: Rows, row: int, logits: torch.Tensor) -> None:
-        if self._emitter.keeps_choices:
-            self.score(rows, row, logits)
-        self._emitter.feed_pad(rows, row)
+        if self.rules.emitter.outputs.chooses:
+            self.rules.score(rows, row, logits)
+        self.rules.emitter.feed_pad(rows, row)
+
+    def read(self, rows: Rows, draft: DraftTree, step: Any) -> Verdict:
+        """Decide a step and emit its tokens, or emit what the device has decided."""
+        if not isinstance(step, DeviceOutputs):
+            return super().read(rows, draft, step)
+        walked = step.walk.take()
+        is_finite = None if step.is_finite is None else step.is_finite.take()
+
+        def decider(row: int) -> Decide:
+            of_row = None if is_finite is None else is_finite[row]
+            return along(walked[row], draft.token_ids[draft.row(row)], of_row)
+
+        return self._walk(rows, decider)
 
     def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
-        # One launch and one copy on an accelerator. On a CPU it is faster to look only at the nodes
-        # that the walk reaches.
-        at_once = self._choices_are_free and logits.device.type != "cpu"
+        # One launch and one copy for all rows on an accelerator. On a CPU it is faster to look only
+        # at the nodes that the walk reaches.
+        going = np.flatnonzero(rows.live).tolist() if reads_wait(logits.device) else ()
+        at_once = any(self.rules_of(row).takes_likeliest for row in going)
         self._likeliest = logits.argmax(-1).cpu().numpy() if at_once else None
         return self._walk(rows, lambda row: self._decider(rows, row, draft, logits))
 
     def _walk(self, rows: Rows, decider: Callable[[int], Decide]) -> Verdict:
-        """Walk down the tree of every live row, each by its own function."""
+        """Walk down the tree of every live row, each by its own function.
+
+        An exception ends the text of its row in a queue, and the call in a batch.
+        """
         live = rows.live
         tokens: list[list[int]] = [[] for _ in range(rows.num_rows)]
         paths: list[list[int]] = [[] for _ in range(rows.num_rows)]
         for row in np.flatnonzero(live).tolist():
-            self._walk_row(rows, row, decider(row), tokens[row], paths[row])
+            try:
+                with self.rules_of(row).drawing():
+                    self._walk_row(rows, row, decider(row), tokens[row], paths[row])
+            except Exception as error:
+                if self._of_batch is not None:
+                    raise
+                self.errors[row], live[row] = error, False
+                tokens[row], paths[row] = [], []
+                rows.end(row)
         return Verdict.from_rows(tokens, paths, live, rows.finished.copy())
-
-    @property
-    def _choices_are_free(self) -> bool:
-        """Whether the likeliest token is chosen, and the scores are not asked for."""
-        rules, keeps = self.rules, self._emitter.keeps_choices
-        return not (rules.do_sample or keeps) and rules.processors.empty
 
     def _walk_row(
         self, rows: Rows, row: int, decide: Decide, tokens: list[int], path: list[int]
@@ -109,44 +216,19 @@ class Walk(Verifier):
 
     def _emit(self, rows: Rows, row: int, token: int) -> bool:
         """Append a token to a row, and return whether the text ends with it."""
-        return self._emitter.emit(rows, row, token)
+        return self.rules_of(row).emitter.emit(rows, row, token)
 
     def _decider(self, rows: Rows, row: int, draft: DraftTree, logits: torch.Tensor) -> Decide:
         """Return a function that chooses the token after a node of the row and finds its child."""
-        known = self._likeliest
+        rules = self.rules_of(row)
+        known = self._likeliest if rules.takes_likeliest else None
 
         def decide(node: int) -> tuple[int, int | None]:
             at = row, node + 1
-            token = self._choose(rows, row, logits[at]) if known is None else int(known[at])
+            token = rules.choose(rows, row, logits[at]) if known is None else int(known[at])
             return token, draft.child_of(row, node, token)
 
         return decide
-
-    def _choose(self, rows: Rows, row: int, logits: torch.Tensor) -> int:
-        """Return the token that plain `generate` chooses after logits, [vocab]."""
-        rules = self.rules
-        if self._choices_are_free:
-            return argmax(logits)
-        scores = self.score(rows, row, logits)
-        if not rules.do_sample:
-            return argmax(scores[0])
-        probs = scores.softmax(-1)
-        if self._noise is None:
-            return int(torch.multinomial(probs, 1))
-        return self._noise.pick(probs, [row], rows.num_emitted[[row]])[0]
-
-    def score(self, rows: Rows, row: int, logits: torch.Tensor) -> torch.Tensor:
-        """Return the processed scores after logits, [1, vocab] float32; keep them if requested."""
-        processors, emitter = self.rules.processors, self._emitter
-        raw = logits[None].to(copy=True, dtype=torch.float32, device=emitter.device)
-        scores = raw
-        if not processors.empty:
-            ids = emitter.ids(rows, row)
-            scores = processors(row, ids, raw)
-            if not processors.all_known:
-                rows.rewrite(row, ids[0])
-        emitter.choose(row, scores[0], raw[0])
-        return scores
 
 
 def along(

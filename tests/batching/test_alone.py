@@ -14,6 +14,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import lookahead_hf
 from lookahead_hf import compat
 from lookahead_hf.batching import alone as alone_texts
+from lookahead_hf.batching import scheduler
 from tests.helpers import models
 from tests.helpers.requests import (
     DRAFTED,
@@ -62,6 +63,26 @@ def test_what_generate_would_return_does_not_matter(model: Any) -> None:
     assert found["alone"].speculative_stats.fallback_reason == "model"
     assert found["row"].generated_tokens == alone(model, other, settings(model))
     speculated([found["row"]])
+
+
+@pytest.mark.parametrize(("most", "place"), [(64, 4), (1, 1)])
+def test_others_come_first(
+    model: Any, most: int, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless too many of them have overtaken such a text."""
+    monkeypatch.setattr(scheduler, "MOST_OVERTAKING", most)
+    config, texts = settings(model, max_new_tokens=8), prompts(5, longest=9)
+    manager = model.init_continuous_batching(config, max_slots=2)
+    for number, text in enumerate(texts):
+        manager.add_request(text, request_id=str(number), **({} if number else LONG))
+    manager.start()
+    try:
+        found = results(manager, 5)
+    finally:
+        manager.stop(hard_stop=True)
+    assert list(found).index("0") == place
+    assert found["0"].generated_tokens == alone(model, texts[0], settings(model, **LONG))
+    speculated(found[str(number)] for number in range(1, 5))
 
 
 def test_a_cancelled_text_ends_and_other_requests_go_on(model: Any) -> None:

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 import lookahead_hf
-from lookahead_hf.batching import runner as runners
 from lookahead_hf.batching import scheduler
+from lookahead_hf.batching.prompts import Prompts
 from lookahead_hf.batching.queues import Router
 from lookahead_hf.batching.request import Job
+from lookahead_hf.batching.session import QueueSession
 from lookahead_hf.compat.batching import GenerationOutput, RequestState
 from tests.helpers import models
 from tests.helpers.requests import (
@@ -41,15 +42,15 @@ class Steps:
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
-    found, launch = Steps(), runners.QueueRunner.launch
+    found, launch = Steps(), QueueSession.launch
 
-    def counted(self: Any, rows: Any, draft: Any) -> Any:
-        found.live.append(int(rows.live.sum()))
+    def counted(self: Any, draft: Any) -> Any:
+        found.live.append(int(self.rows.live.sum()))
         if len(found.live) == 6:
             found.sixth()
-        return launch(self, rows, draft)
+        return launch(self, draft)
 
-    monkeypatch.setattr(runners.QueueRunner, "launch", counted)
+    monkeypatch.setattr(QueueSession, "launch", counted)
     return found
 
 
@@ -66,14 +67,14 @@ def test_a_request_leaves_in_the_middle_of_its_prompt(monkeypatch: pytest.Monkey
     config = settings(model, max_new_tokens=30)
     first, long, last = prompts(1, longest=4)[0], (prompts(1, 3)[0] * 30)[:90], prompts(2)[1]
     manager = model.init_continuous_batching(config, seeded(), max_slots=2)
-    read = runners.QueueRunner.read
+    read = Prompts.read
 
     def cancelled(self: Any, row: int, prompt_ids: np.ndarray) -> None:
         read(self, row, prompt_ids)
         if len(prompt_ids) == len(long):
             manager.cancel_request("long")
 
-    monkeypatch.setattr(runners.QueueRunner, "read", cancelled)
+    monkeypatch.setattr(Prompts, "read", cancelled)
     for name, text in {"first": first, "long": long, "last": last}.items():
         manager.add_request(text, request_id=name)
     manager.start()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import lookahead_hf
 from lookahead_hf.batching import scheduler
 from lookahead_hf.stats import SourceStats
-from tests.helpers import models, requests
+from tests.helpers import models, random_calls, requests
 from tests.helpers.requests import DRAFTED, alone, prompts, seeded, settings, speculated
 
 
@@ -96,6 +96,28 @@ def test_half_precision_decodes_to_the_end() -> None:
     model = lookahead_hf.enable(models.tiny("llama").to(torch.bfloat16))
     found = model.generate_batch(prompts(5), settings(model), speculative=DRAFTED, max_slots=2)
     assert [len(output.generated_tokens) for output in found.values()] == [24] * 5
+    speculated(found.values())
+
+
+@pytest.mark.parametrize("of_model", [False, True])
+def test_stop_strings_end_texts(
+    model: Any, of_model: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts, config = prompts(5), settings(model)
+    characters = random_calls.tokenizer()
+    longest = [alone(model, text, config, index) for index, text in enumerate(texts)]
+    words = [characters.decode(tokens[8:9]) for tokens in longest[:2]]
+    if of_model:
+        monkeypatch.setattr(model.generation_config, "stop_strings", words)
+    else:
+        config = settings(model, stop_strings=words)
+    given = {"tokenizer": characters, "speculative": DRAFTED, "max_slots": 2}
+    found = model.generate_batch(texts, config, seeded(), **given)
+    expected = [
+        alone(model, text, config, index, tokenizer=characters) for index, text in enumerate(texts)
+    ]
+    assert [output.generated_tokens for output in found.values()] == expected
+    assert expected != longest
     speculated(found.values())
 
 

@@ -12,7 +12,7 @@ from torch.distributions import Gumbel
 from transformers import LogitsProcessor
 
 import lookahead_hf
-from lookahead_hf.batching.generators import OwnGenerators
+from lookahead_hf.verification.generators import OwnGenerators
 from tests.helpers import users_parts
 from tests.helpers.models import prompt
 from tests.helpers.requests import DRAFTED, WAIT, alone, prompts, running, settings, speculated

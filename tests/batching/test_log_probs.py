@@ -53,6 +53,57 @@ def test_beams_have_them_too(model: Any) -> None:
     assert sum(output.logprobs) / len(output.logprobs) == pytest.approx(float(mean), abs=1e-4)
 
 
+def test_the_likeliest_tokens_are_plains(model: Any) -> None:
+    config, texts = settings(model, repetition_penalty=1.3), prompts(4)
+    found = model.generate_batch(texts, config, seeded(), max_slots=2, top_logprobs=3).values()
+    for output, text in zip(found, texts, strict=True):
+        scores = plain(model, text, config).scores
+        assert len(output.top_logprobs) == len(scores) == len(output.logprobs)
+        for best, each in zip(output.top_logprobs, scores, strict=True):
+            expected = each[0].log_softmax(-1).topk(3)
+            assert list(best) == expected.indices.tolist()
+            assert list(best.values()) == pytest.approx(expected.values.tolist(), abs=1e-4)
+    speculated(found)
+
+
+def test_prompts_have_the_models_own(model: Any) -> None:
+    texts = [*prompts(3), [7]]
+    config = settings(model, repetition_penalty=1.3)
+    found = model.generate_batch(texts, config, seeded(), prompt_logprobs=True).values()
+    for output, text in zip(found, texts, strict=True):
+        ids = torch.tensor([text])
+        with torch.no_grad():
+            log_probs = model(ids).logits[0].log_softmax(-1)
+        expected = [float(log_probs[at, token]) for at, token in enumerate(text[1:])]
+        assert output.prompt_logprobs[0] is None
+        assert output.prompt_logprobs[1:] == pytest.approx(expected, abs=1e-4)
+        assert output.logprobs == []
+    speculated(found)
+
+
+def test_beams_have_all_of_them(model: Any) -> None:
+    asked, (text,) = {"top_logprobs": 2, "prompt_logprobs": True}, prompts(1)
+    manager = model.init_continuous_batching(settings(model), **asked)
+    manager.start()
+    try:
+        manager.add_request(text, num_beams=2, max_new_tokens=8)
+        output = manager.get_result(timeout=WAIT)
+    finally:
+        manager.stop(hard_stop=True)
+    assert output.speculative_stats.fallback_reason == "beams"
+    assert len(output.prompt_logprobs) == len(text)
+    assert [len(best) for best in output.top_logprobs] == [2] * 8
+
+
+@pytest.mark.parametrize(
+    "asked", [{"top_logprobs": -1}, {"top_logprobs": True}, {"prompt_logprobs": 5}], ids=str
+)
+def test_a_wrong_number_is_an_error(model: Any, asked: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(asked))} is .*, but must be"):
+        model.generate_batch(prompts(1), settings(model), **asked)
+
+
 def test_nobody_pays_for_what_was_not_asked(model: Any) -> None:
     found = model.generate_batch(prompts(2), settings(model), seeded()).values()
-    assert [output.logprobs for output in found] == [[], []]
+    for output in found:
+        assert (output.logprobs, output.top_logprobs, output.prompt_logprobs) == ([], [], None)

@@ -16,7 +16,6 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from lookahead_hf.batching import runner as runners
 from tests.helpers import users_parts
 from tests.helpers.models import VOCAB
 from tests.helpers.requests import alone, prompts, results, running, settings, speculated
@@ -45,20 +44,6 @@ OBJECTS: dict[str, Callable[[], dict[str, Any]]] = {
     "function": lambda: {"prefix_allowed_tokens_fn": users_parts.allowed_tokens},
     "guidance": lambda: {"guidance_scale": 1.5},
 }
-
-
-@pytest.fixture
-def live(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows decode in every step."""
-    counts: list[int] = []
-    launch = runners.QueueRunner.launch
-
-    def counted(self: Any, rows: Any, draft: Any) -> Any:
-        counts.append(int(rows.live.sum()))
-        return launch(self, rows, draft)
-
-    monkeypatch.setattr(runners.QueueRunner, "launch", counted)
-    return counts
 
 
 def test_two_managers_draw_in_turn(model: Any) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import lookahead_hf
-from lookahead_hf.batching import runner as runners
 from lookahead_hf.batching import scheduler
+from lookahead_hf.runner.host import Runner
 from tests.helpers import models
 from tests.helpers.requests import (
     DRAFTED,
@@ -32,15 +32,18 @@ def model(request: pytest.FixtureRequest) -> Any:
 def blocks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """The tokens of rows that decode, and those of prompts, in every flat block."""
     seen: list[tuple[int, int]] = []
-    run = runners.QueueRunner.run
+    launch, beside = Runner.launch, Runner.launch_beside
 
-    def counted(self: Any, fed: Any, draft: Any, is_prompt: bool = False) -> Any:
-        decoding = [r for r, each in enumerate(fed) if len(each) and r not in self._queue.reading]
-        pieces = sum(len(each) for r, each in enumerate(fed) if r in self._queue.reading)
-        seen.append((len(decoding) + draft.num_nodes, pieces))
-        return run(self, fed, draft, is_prompt)
+    def counted(self: Any, rows: Any, draft: Any) -> Any:
+        seen.append((int(rows.live.sum()) + draft.num_nodes, 0))
+        return launch(self, rows, draft)
 
-    monkeypatch.setattr(runners.QueueRunner, "run", counted)
+    def counted_beside(self: Any, rows: Any, draft: Any, chunks: Any) -> Any:
+        seen.append((int(rows.live.sum()) + draft.num_nodes, sum(map(len, chunks.values()))))
+        return beside(self, rows, draft, chunks)
+
+    monkeypatch.setattr(Runner, "launch", counted)
+    monkeypatch.setattr(Runner, "launch_beside", counted_beside)
     return seen
 
 

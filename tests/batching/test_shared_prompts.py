@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import lookahead_hf
-from lookahead_hf.batching import runner as runners
 from lookahead_hf.batching import scheduler
+from lookahead_hf.batching.prompts import Prompts
 from tests.helpers import models
 from tests.helpers.requests import (
     DRAFTED,
@@ -39,7 +39,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of every prompt that is read, alone or in pieces."""
     lengths: list[int] = []
-    take, in_pieces = runners.QueueRunner.take, runners.QueueRunner.read
+    take, in_pieces = Prompts.take, Prompts.read
 
     def taken(self: Any, row: int, call: Any, before_steps: Any) -> Any:
         lengths.append(call.input_ids.shape[1])
@@ -49,8 +49,8 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         lengths.append(len(prompt_ids))
         in_pieces(self, row, prompt_ids)
 
-    monkeypatch.setattr(runners.QueueRunner, "take", taken)
-    monkeypatch.setattr(runners.QueueRunner, "read", begun)
+    monkeypatch.setattr(Prompts, "take", taken)
+    monkeypatch.setattr(Prompts, "read", begun)
     monkeypatch.setattr(scheduler, "CHUNK", 8)
     return lengths
 
@@ -142,7 +142,7 @@ def test_a_prompt_that_is_read_when_weights_change_begins_again(
 ) -> None:
     model = lookahead_hf.enable(models.tiny("llama"), default=DRAFTED)
     short, config = prompts(1, longest=4)[0], settings(model, max_new_tokens=30)
-    launch, seen = runners.QueueRunner.launch, []
+    launch, seen = Prompts.launch, []
 
     def changed(self: Any, rows: Any, draft: Any) -> Any:
         if self._queue.reading:
@@ -151,10 +151,10 @@ def test_a_prompt_that_is_read_when_weights_change_begins_again(
                 with torch.no_grad():
                     for layer in model.model.layers:
                         layer.mlp.down_proj.weight.mul_(-1)
-                self.renew(self._steps)
+                self.renew(self._runner.steps)
         return launch(self, rows, draft)
 
-    monkeypatch.setattr(runners.QueueRunner, "launch", changed)
+    monkeypatch.setattr(Prompts, "launch", changed)
     found = list(model.generate_batch([short, LONG], config, max_slots=2).values())
     assert seen == [0, 8, 16, 8, 16, 24, 32]
     assert found[1].generated_tokens == alone(model, LONG, config)

@@ -188,6 +188,28 @@ def test_sam_decoding_copies_from_five_tokens_on() -> None:
     assert too_short.max_nodes > len(paths_of(too_short)) > 1  # the tree of recycled logits
 
 
+def test_racer_halves_the_breadth_of_its_tree_of_logits() -> None:
+    peers = module("peers")
+    # The best tokens after x are 8 x + 1, 8 x + 2, ..., so a path says the rank of each token.
+    tops = {place: [8 * place + rank for rank in range(1, 9)] for place in range(10)}
+    contender = begun(peers.Racer(capacity=22), text_of([*range(10), 0, 0], 10, tops))
+    paths = paths_of(contender.propose())
+    firsts = [sum(path[0] == first for path in paths) for first in range(1, 9)]
+    assert firsts == [8, 4, 1, 1, 1, 1, 1, 1]  # 8, 4, 2, 1, ... until 21 nodes are used
+    assert (1, 16) in paths and (2, 20) in paths and (3, 25) in paths
+
+
+def test_racer_prefers_frequent_continuations_and_forgets_old_ones() -> None:
+    peers = module("peers")
+    tokens = [1, 2, 3, 8, 1, 2, 4, 9, 1, 2, 4, 7, 6, 5, 1, 2, 0]
+    text = text_of(tokens, 15)
+    drafted = begun(peers.Racer(capacity=4, ngram_size=4), text).propose()
+    assert paths_of(drafted) == {(4,), (3, 8)}  # two of three, one of three, one of one
+    # The four prefixes of the newest n-gram are all that is left, so the logits fill the room.
+    drafted = begun(peers.Racer(capacity=4, ngram_size=4, trie=4), text).propose()
+    assert paths_of(drafted) == {(4,), (901,), (902,)}
+
+
 def test_suffix_decoding_weighs_continuations_by_frequency() -> None:
     peers = module("peers")
     tokens = [1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 4, 9, 5, 1, 2, 0]

@@ -19,3 +19,6 @@ def test_the_command_obeys_a_schema(tmp_path: Path, run: Run) -> None:
     file.write_text('{"type": "x"}')
     said = run("generate", *common, "abc", code=1).err
     assert "the JSON schema cannot be compiled: Unsupported type" in said.splitlines()[-1]
+    file.write_bytes(b'{"title": "gr\xf6\xdfe"}')
+    said = run("generate", *common, "abc", code=1).err
+    assert f"{file} is not text in UTF-8: " in said.splitlines()[-1]

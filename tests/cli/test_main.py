@@ -34,6 +34,7 @@ def test_help_has_examples(command: str, run: Run) -> None:
         ("sing", "demo|generate|trace|chat|serve|analyze|bench|pool|env"),
         ("pool", "build|info|merge|check"),
         ("bench --rounds 0", "x>=1"),
+        ("generate --threads 100000 Hello", "1<=x<=1024"),
         ("generate --top-p 2 Hello", "0<x<=1"),
         (
             "generate --config fast Hello",
@@ -61,6 +62,7 @@ def test_version(command: str, run: Run) -> None:
         ("--model ./nothing", "./nothing could not be loaded (there is no such folder): --model"),
         ("--model {tmp}", "the tokenizer of {tmp} could not be loaded (ValueError"),
         ("--device cuda:77", "--device cuda:77 cannot be used here, take cpu"),
+        ("--device meta", "--device meta cannot be used here, take cpu"),
         ("--model {model} --assistant ./nothing", "(there is no such folder): --assistant takes"),
         ("--model {model} --prediction {tmp}/bytes", "utf-8"),
         ("--model ./nothing --pool {tmp}/bytes", "bytes is not a pool"),
@@ -167,3 +169,10 @@ def test_the_package_works_without_the_commands_extra() -> None:
 def test_a_prompt_that_is_not_utf_8(folder: str, run: Run) -> None:
     words = ["generate", "--model", folder, "--new-tokens", "4", "AB\udce9CAB"]
     assert "Error" not in run(*words).err
+
+
+def test_an_empty_name_is_not_the_demos_model(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    """As of a variable of the shell that was never set."""
+    monkeypatch.setattr(loading, "ensure_demo_model", Mock(side_effect=AssertionError))
+    said = run("generate", "Hello", "--model", "", code=1).err
+    assert "could not be loaded" in said and "--model takes a folder" in said

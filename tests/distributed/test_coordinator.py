@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import distributed
 
-from tests.helpers.distributed import pipeline, sharded, tensor_parallel
+from tests.helpers.distributed import sharded, tensor_parallel
 from tests.helpers.distributed.ranks import Found, assert_same, assert_speculated, run_both
 from tests.helpers.models import tiny
 
@@ -20,7 +20,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[list[Found]]:
     """What both processes found: tensor parallel, sharded, and in a pipeline."""
     folder = tmp_path_factory.mktemp("processes")
     tiny("llama", num_hidden_layers=2).save_pretrained(folder / "model")
-    return run_both((tensor_parallel.calls, sharded.calls, pipeline.calls), folder)
+    works = tensor_parallel.calls, sharded.calls, tensor_parallel.pipeline_calls
+    return run_both(works, folder)
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +47,7 @@ def decisions(found: Found) -> list[Any]:
 )
 def test_tensor_parallel_writes_plains_text(parallel: list[Found], name: str) -> None:
     for of_rank in parallel:
-        assert_same(of_rank[name])
-        assert_speculated(of_rank[name]["stats"])
+        assert_speculated(of_rank[name])
         assert of_rank[name]["stats"]["engine"] == ("lockstep" if "lockstep" in name else "walk")
     assert decisions(parallel[0][name]) == decisions(parallel[1][name])
 
@@ -67,7 +67,7 @@ def test_one_process_decides_where_scores_and_ends_differ(parallel: list[Found],
     """One's processor or criterion says something else: the text is the first one's in both."""
     for of_rank in parallel:
         assert of_rank[name]["ours"] == of_rank[name]["plain"]
-        assert_speculated(of_rank[name]["stats"])
+        assert of_rank[name]["stats"]["num_accepted"] > 0
     assert decisions(parallel[0][name]) == decisions(parallel[1][name])
 
 
@@ -79,8 +79,7 @@ def test_one_seed_decides(parallel: list[Found]) -> None:
 def test_a_drafter_that_fails_in_one_process(parallel: list[Found], shards: list[Found]) -> None:
     for found in (parallel, shards):
         for of_rank in found:
-            assert_same(of_rank["drafter fails"])
-            assert_speculated(of_rank["drafter fails"]["stats"])
+            assert_speculated(of_rank["drafter fails"])
     failed = [
         (each["drafter fails"]["num_asked"], each["drafter fails"]["warned"]) for each in parallel
     ]
@@ -100,11 +99,7 @@ def test_a_call_that_is_broken_off_ends_in_both(parallel: list[Found]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [
-        ("rejection", "tensor_parallel"),
-        ("synced", "tensor_parallel"),
-        ("assistant", "synced_gpus"),
-    ],
+    [("rejection", "tensor_parallel"), ("synced", "tensor_parallel"), ("assistant", "synced_gpus")],
 )
 def test_tensor_parallel_that_runs_plainly(parallel: list[Found], name: str, reason: str) -> None:
     for of_rank in parallel:
@@ -120,14 +115,12 @@ def test_tensor_parallel_that_runs_plainly(parallel: list[Found], name: str, rea
 def test_sharded_models_write_plains_text(shards: list[Found], name: str) -> None:
     """The processes' texts end at different steps."""
     for of_rank in shards:
-        assert_same(of_rank[name])
-        assert_speculated(of_rank[name]["stats"])
+        assert_speculated(of_rank[name])
 
 
 def test_each_process_of_a_sharded_model_drafts_by_its_own_costs(shards: list[Found]) -> None:
     cheap, dear = (of_rank["own costs"] for of_rank in shards)
-    assert_same(cheap)
-    assert_speculated(cheap["stats"])
+    assert_speculated(cheap)
     assert_same(dear)
     assert dear["stats"]["fallback_reason"] is None
     assert 2 * dear["stats"]["num_drafted"] < cheap["stats"]["num_drafted"]
@@ -135,8 +128,7 @@ def test_each_process_of_a_sharded_model_drafts_by_its_own_costs(shards: list[Fo
 
 def test_plain_and_speculative_decoding_side_by_side(shards: list[Found]) -> None:
     ours, plain = (of_rank["one is plain"] for of_rank in shards)
-    assert_same(ours)
-    assert_speculated(ours["stats"])
+    assert_speculated(ours)
     assert_same(plain)
     assert plain["stats"] is None
 

@@ -42,12 +42,10 @@ class Broken(Chains):
 
     def __init__(self, name: str, method: str) -> None:
         super().__init__(name, [9])
-        self.method = method
+        setattr(self, method, self._fail)
 
-    def __getattribute__(self, attribute: str) -> Any:
-        if attribute == object.__getattribute__(self, "__dict__").get("method"):
-            raise ZeroDivisionError("no such luck")
-        return super().__getattribute__(attribute)
+    def _fail(self, *_: Any) -> Any:
+        raise ZeroDivisionError("no such luck")
 
 
 def ensemble_of(*sources: Drafter, **options: Any) -> Ensemble:

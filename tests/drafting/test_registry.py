@@ -98,7 +98,7 @@ def test_warming_up_compiles_all_that_a_call_needs() -> None:
         "modules = (_learning_numba, _numba, _recycling_numba, _logits_numba)\n"
         "count = lambda: [{k: len(v.signatures) for k, v in vars(m).items()\n"
         "                  if hasattr(v, 'signatures')} for m in modules]\n"
-        "ngram_pool.compile_now()\n"
+        "ngram_pool.of_process.compile_now()\n"
         "before = count()\n"
         "draft_two_steps()\n"
         "assert count() == before"

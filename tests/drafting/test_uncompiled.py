@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from numpy.testing import assert_allclose
 
 import lookahead_hf
@@ -13,6 +14,7 @@ from lookahead_hf.drafting.control.calibration import Calibration
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.sources.ngram import ONLY_CONTINUATION, NgramDrafter
 from lookahead_hf.drafting.sources.prediction import PredictionDrafter
+from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
 from lookahead_hf.drafting.uncompiled import UncompiledDrafts, longest_match
 from lookahead_hf.rows import Rows
 from tests.helpers.compared import speculated
@@ -65,9 +67,7 @@ def test_a_text_that_repeats_itself_goes_on() -> None:
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_the_first_call_drafts(rows: int, do_sample: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    monkeypatch.setattr(ngram_pool, "ready", lambda: False)
+    monkeypatch.setattr(ngram_pool.of_process, "ready", lambda: False)
     model = lookahead_hf.enable(tiny("llama"))
     ids = torch.arange(10, 30).repeat(rows, 3) + torch.arange(rows)[:, None]
     call = {"max_new_tokens": 40, "do_sample": do_sample, "pad_token_id": 0}
@@ -110,8 +110,6 @@ def test_a_prediction_drafts_from_the_first_step_on(
     num_steps: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import torch
-
     model = lookahead_hf.enable(tiny("llama"))
     ids = torch.arange(10, 30).repeat(2, 1) + torch.arange(2)[:, None]
     call = {"max_new_tokens": 40, "pad_token_id": 0, "do_sample": do_sample}
@@ -121,7 +119,7 @@ def test_a_prediction_drafts_from_the_first_step_on(
     edited = plain[:: len(plain) // 2, ids.shape[1] :].clone()
     edited[:, 10] += 1  # the text leaves its prediction there
     asked = iter([False] * num_steps)
-    monkeypatch.setattr(ngram_pool, "ready", lambda: next(asked, True))
+    monkeypatch.setattr(ngram_pool.of_process, "ready", lambda: next(asked, True))
     config = SpeculativeConfig(budget=6, drafters=drafters)
     torch.manual_seed(3)
     ours = model.generate(ids, **call, speculative=config, prediction=edited.tolist())
@@ -133,12 +131,7 @@ def test_a_prediction_drafts_from_the_first_step_on(
         assert sum(each.accepted for each in stats.per_source.values()) == stats.num_accepted
 
 
-def test_without_these_sources_nothing_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    monkeypatch.setattr(ngram_pool, "ready", lambda: False)
-    model = lookahead_hf.enable(tiny("llama"))
-    ids = torch.arange(10, 30).repeat(1, 3)
-    config = SpeculativeConfig(drafters=("recycling",), budget=6)
-    model.generate(ids, max_new_tokens=10, do_sample=False, speculative=config)
-    assert lookahead_hf.last_stats(model).num_drafted == 0
+def test_without_these_sources_nothing_is_drafted() -> None:
+    rows = Rows(np.array([[7, 1, 2, 1]]))
+    rows.emit(0, 2)
+    assert UncompiledDrafts([RecyclingDrafter()], 30, 90).propose(rows, 5).num_nodes == 0

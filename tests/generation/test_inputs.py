@@ -86,7 +86,8 @@ def test_guidance_by_a_negative_prompt(rows: int, do_sample: bool) -> None:
     if do_sample:
         guided |= {"do_sample": True, "top_k": 0, "eos_token_id": [3, 4, 5]}
     call = {**inputs, **GREEDY, **guided}
-    assert compared(tiny("llama"), lambda: dict(call), 14).stats.engine == "lockstep"
+    stats = compared(tiny("llama"), lambda: dict(call), 14).stats
+    assert stats.engine == ("walk" if rows == 1 else "lockstep")
 
 
 def test_a_mask_of_four_dimensions_is_left_to_plain() -> None:

@@ -19,6 +19,7 @@ from lookahead_hf.rows import Rows
 from lookahead_hf.runner.cuda import graphs
 from lookahead_hf.runner.cuda.capture import CudaRecorder
 from lookahead_hf.runner.host import Runner
+from lookahead_hf.runner.prefill import start
 from tests.helpers.calls import padded
 from tests.helpers.compared import compared
 from tests.helpers.models import NAMES, prompt, tiny
@@ -107,7 +108,7 @@ def test_half_precision_stays_near(monkeypatch: pytest.MonkeyPatch, dtype: torch
     def logits_of(tree: DraftTree, prompt: torch.Tensor) -> torch.Tensor:
         runner, rows = Runner(model, 2), Rows(prompt.cpu().numpy())
         with patched(model):
-            runner.start(prompt, DynamicCache(config=model.config))
+            start(runner, prompt, DynamicCache(config=model.config))
             for row in range(2):
                 rows.emit(row, 9)
             return runner.launch(rows, tree).logits
@@ -154,7 +155,7 @@ def test_warming_up_as_it_is_called() -> None:
     model = lookahead_hf.enable(on_gpu(max_position_embeddings=1024))
     lookahead_hf.warm_up(model)
     (kept,) = graphs.of_model(model).sets
-    assert {width for width, _ in kept.recordings} <= {*graphs.WIDTHS}
+    assert {width for width, _, _ in kept.recordings} <= {*graphs.WIDTHS}
 
 
 def test_every_step_is_one_launch() -> None:

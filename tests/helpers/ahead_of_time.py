@@ -28,25 +28,21 @@ from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from lookahead_hf.kernels import attention, compact, reject, topk, verify
-from lookahead_hf.kernels._attention_sizes import stages
+from lookahead_hf.kernels._attention_parts import stages
 from lookahead_hf.kernels.ahead import compile_steps
-from lookahead_hf.kernels.path_table import PathTable
-from lookahead_hf.kernels.results import Wanted
+from lookahead_hf.kernels.data import PathTable, Wanted
 from lookahead_hf.runner.cuda import graphs
 
 
 class Gpu(NamedTuple):
     """A GPU to compile for.
 
-    Attributes:
-        target: What Triton compiles for.
-        shared_bytes: Shared memory that a program may use.
-        stack_bytes: Bytes per thread that attention keeps in memory for want of registers, as
-            Triton 3.9 compiles it; on RDNA only with heads of more than 128 dimensions.
+    For want of registers, attention keeps `stack_bytes` per thread in memory, as Triton 3.9
+    compiles it; on RDNA only with heads of more than 128 dimensions.
     """
 
     target: GPUTarget
-    shared_bytes: int
+    shared_bytes: int  # that a program may use
     stack_bytes: int = 0
 
 

@@ -171,11 +171,7 @@ def small_config(
 ) -> Any:
     """Return a configuration with small sizes, also in its sub-configurations.
 
-    Args:
-        kind: The configuration's class.
-        model_type: Its type, for fields that only this type has.
-        sizes: Further sizes, by the names of fields.
-        of_type: Further fields, by type.
+    Besides those above it takes `sizes`, by the names of fields, and fields `of_type`, by type.
     """
     small = {**_SMALL, **(sizes or {})}
     renamed = getattr(kind, "attribute_map", None) or {}

@@ -34,10 +34,7 @@ def run_program(name: str, folder: Path, options: str) -> list[dict[str, Any]]:
 def lines_of(name: str, folder: Path, options: str) -> list[dict[str, Any]]:
     """Run a program on a tiny model, check that it draws its figure, and return its lines.
 
-    Args:
-        name: The program.
-        folder: Where the model, the report and the figure go.
-        options: Its own options, beside those for model, device, dtype, rounds and files.
+    `options` are its own, beside those for model, device, dtype, rounds and files.
     """
     pytest.importorskip("matplotlib")
     models.tiny("llama").save_pretrained(folder / "tiny")

@@ -76,12 +76,8 @@ def check_bounds(
 ) -> None:
     """Check that a program reads and writes only inside its tensors.
 
-    Args:
-        program: The program.
-        ops: Its operations with all addresses, [operations, fields].
-        memory: Memory of each weight, by its number, and of each buffer, by its name.
-        num_tokens: Tokens of the block.
-        floats: Float32 numbers that a thread has room for.
+    `ops` are its operations with all addresses, [operations, fields]. `memory` is that of each
+    weight, by its number, and of each buffer, by its name. A thread has room for `floats` numbers.
     """
     _check("tokens", 0 < num_tokens <= MOST_TOKENS)
     for op, field, of, _ in program.places:

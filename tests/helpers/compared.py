@@ -29,12 +29,9 @@ def compared(
 ) -> Compared:
     """Run a call both ways; assert the same text, the same generator state, and speculation.
 
-    Args:
-        model: The target.
-        call: Makes the arguments; called once for each way, so that nothing is shared.
-        columns: Columns of the sequences before the first generated one.
-        script: What to draft from plain's text; random trees around it by default.
-        **fields: Fields of the configuration that differ.
+    `call` makes the arguments of each way, so that nothing is shared. Its sequences have `columns`
+    before the first generated one. What is drafted from plain's text is random trees around it, or
+    what a script says.
     """
     random_state = torch.cuda.get_rng_state if model.device.type == "cuda" else torch.get_rng_state
     torch.manual_seed(7)
@@ -53,10 +50,8 @@ def compared(
 def assert_same_logits(outputs: Any) -> None:
     """Assert that plain's and our steps had the same logits, up to rounding.
 
-    Wrong positions or masks may leave a text of few tokens as it is, but not the logits.
-
-    Args:
-        outputs: What plain `generate` and ours returned, first of all; both with logits.
+    Wrong positions or masks may leave a text of few tokens as it is, but not the logits. `outputs`
+    begins with what plain `generate` and ours returned.
     """
     plain, ours = (torch.stack(output.logits) for output in outputs[:2])
     tolerance = 1e-3 * float(plain[plain.isfinite()].std())
@@ -66,9 +61,7 @@ def assert_same_logits(outputs: Any) -> None:
 def speculated(model: Any) -> lookahead_hf.SpeculativeStats:
     """The statistics of this model's last call, which accepted draft tokens."""
     stats = lookahead_hf.last_stats(model)
-    assert stats is not None
-    assert stats.fallback_reason is None
-    assert stats.num_accepted > 0
+    assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
     return stats
 
 

@@ -25,12 +25,9 @@ class Bits(NamedTuple):
 
 
 def run(model: Any, compiled: bool, change: Callable[[], Any] | None = None) -> Bits:
-    """Generate with the same trees whatever the model is; the model stays enabled.
+    """Generate with the same trees whatever the model is, with a change in the middle of the call.
 
-    Args:
-        model: The target.
-        compiled: As `compiled_layers` in `SpeculativeConfig`.
-        change: What happens in the middle of the call.
+    The model stays enabled.
     """
     lookahead_hf.enable(model)
     call = {"max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True}

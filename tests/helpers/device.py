@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lookahead_hf.runner.cuda import graphs, runner, state, transfer
+from lookahead_hf.runner.cuda import graphs, state, transfer
 from lookahead_hf.runner.cuda.capture import Captured
 from lookahead_hf.verification import device, node_processors, noise, rejection
 
@@ -172,7 +172,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setattr(device, "serves", lambda _: True)
         patch.setattr(transfer, "_start_copy", brought)
-        for user in (runner, state, noise, node_processors, rejection):
+        for user in (state, noise, node_processors, rejection):
             patch.setattr(user, "pinned", taken_along)
         yield
 

@@ -56,11 +56,7 @@ class Graph:
 
 
 class Cuda:
-    """The state of the device and of the process.
-
-    Attributes:
-        mends: Whether a capture that succeeds brings the generator back.
-    """
+    """The state of the device and of the process."""
 
     def __init__(self) -> None:
         self.stream = self.first = Stream()
@@ -68,7 +64,8 @@ class Cuda:
         self.pools = itertools.count()
         self.recording_to: set[Any] = set()
         self.within: Any = None  # the pool of the capture in progress
-        self.generator_captures, self.mends = False, True
+        self.generator_captures = False
+        self.mends = True  # whether a capture that succeeds brings the generator back
         self.workspaces: dict[Stream, Any] = {}
 
     @contextmanager

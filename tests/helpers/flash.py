@@ -25,22 +25,10 @@ class Flash:
     def __init__(self) -> None:
         self.widths: list[int] = []
 
-    def attend(
-        self,
-        q: torch.Tensor,  # [rows, queries, heads, dim]
-        k: torch.Tensor,  # [rows, keys, kv_heads, dim]
-        v: torch.Tensor,
-        dropout_p: float = 0.0,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
-        s_aux: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, *kv: torch.Tensor, **given: Any) -> torch.Tensor:
         """What `flash_attn_func` returns: the last query stands at the last key."""
-        assert dropout_p == 0.0 and softmax_scale is not None
         self.widths.append(q.shape[1])
-        return self._attend(q, k, v, softmax_scale, causal, window_size[0], softcap, s_aux)
+        return self._attend(q, *kv, **given)
 
     def attend_texts(
         self,
@@ -59,30 +47,32 @@ class Flash:
         s_aux: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """What `flash_attn_varlen_func` returns, of texts one after another."""
-        assert dropout_p == 0.0 and softmax_scale is not None
         self.widths.append(int(max_seqlen_q))
         (of_q, of_k) = (cu.diff().tolist() for cu in (cu_seqlens_q, cu_seqlens_k))
         texts = zip(q.split(of_q), k.split(of_k), v.split(of_k), strict=True)
-        more = softmax_scale, causal, window_size[0], softcap, s_aux
+        more = dropout_p, softmax_scale, causal, window_size, softcap, s_aux
         return torch.cat([self._attend(*(x[None] for x in text), *more)[0] for text in texts])
 
     def _attend(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
+        q: torch.Tensor,  # [rows, queries, heads, dim]
+        k: torch.Tensor,  # [rows, keys, kv_heads, dim]
         v: torch.Tensor,
-        scale: float,
-        causal: bool,
-        before: int,
-        softcap: float,
-        sinks: torch.Tensor | None,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        s_aux: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        assert dropout_p == 0.0 and softmax_scale is not None
+        before = window_size[0]
         distance = torch.arange(k.shape[1] - q.shape[1], k.shape[1])[:, None]
         distance = distance - torch.arange(k.shape[1])
         seen = ((distance >= 0) | (not causal)) & ((distance <= before) | (before < 0))
         mask = torch.zeros(seen.shape).masked_fill_(~seen, -1.0)[None, None]
         heads = (x.transpose(1, 2) for x in (q, k, v))
-        return under_mask(mask, *heads, scale, softcap or None, sinks)
+        return under_mask(mask, *heads, softmax_scale, softcap or None, s_aux)
 
 
 def with_flash(model: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> Flash:

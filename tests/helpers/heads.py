@@ -45,9 +45,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
 def with_layers(model_type: str, num_layers: int = 1) -> tuple[Any, Any]:
     """Return a tiny random model and random multi-token-prediction layers for it.
 
-    Args:
-        model_type: "glm4_moe", "deepseek_v3" or "mellum", whose layers see a window of 8 tokens.
-        num_layers: How many layers; "mellum" has one.
+    Types are "glm4_moe", "deepseek_v3" and "mellum", whose only layer sees a window of 8 tokens.
     """
     fields = {**_SIZES, **_FIELDS[model_type], "num_mtp_layers": num_layers}
     config = CONFIG_MAPPING[model_type](**fields)
@@ -74,11 +72,7 @@ def states_of(model: Any, text: list[int]) -> torch.Tensor:
 def written(layers: Any, states: torch.Tensor, text: list[int], num_draft: int) -> list[int]:
     """Return the likeliest chain after a text, from transformers' own masks and an empty cache.
 
-    Args:
-        layers: The `MtpModel`.
-        states: Hidden states of all tokens but the last, [1, tokens - 1, hidden].
-        text: The tokens.
-        num_draft: Length of the chain.
+    `states` are those of all tokens but the last, [1, tokens - 1, hidden].
     """
     cache, ids = MtpCache(), torch.tensor([text[1:]])
     positions = torch.arange(1, len(text))[None]

@@ -15,11 +15,8 @@ def tiny_llava(
 ) -> tuple[Any, Any]:
     """A tiny model that reads pictures, with its processor.
 
-    Args:
-        text: Configuration of the model of text; None for the tiny Llama's.
-        tokenizer: Has the image token; None for one of single characters.
-        image_token: Stands for a picture.
-        **settings: Of the processor.
+    `text` is the configuration of its model of text, by default the tiny Llama's. The default
+    tokenizer is one of single characters.
     """
     pytest.importorskip("PIL")
     tokenizer = tokenizer or characters(pad_token="!", extra_special_tokens={"image_token": "#"})

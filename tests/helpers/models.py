@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -76,8 +77,8 @@ def tiny(
         name: One of `NAMES`, "phi3" or "opt"; "gemma2" or "gpt_oss", for eager attention.
         attn: Attention implementation.
         seed: Seed of the weights.
-        scale: What the matrices are multiplied with; None is what makes its texts varied: some
-            loops, which drafts can foresee, and much that is new.
+        scale: What the matrices are multiplied with. The default makes texts varied: some loops,
+            which drafts can foresee, and much that is new.
         **own: Fields of the configuration that differ.
     """
     model_type, fields = _FIELDS[name]
@@ -89,15 +90,7 @@ def tiny(
 def built(
     make: Callable[..., Any], config: Any, attn: str = "sdpa", scale: float = 3.0, seed: int = 0
 ) -> Any:
-    """Return a random model in eval mode whose texts are varied and do not end by themselves.
-
-    Args:
-        make: Makes it from a configuration, such as `from_config` of an `Auto` class.
-        config: The configuration.
-        attn: Attention implementation.
-        scale: What the matrices are multiplied with.
-        seed: Seed of the weights.
-    """
+    """Do the same for a configuration, from which `make` makes a model."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = make(config, attn_implementation=attn).eval()
@@ -115,6 +108,17 @@ def enlarged(model: Any, factor: float) -> Any:
     return model
 
 
+def unsure(model: Any, noise: float = 0.1) -> Any:
+    """Return a copy of a model that mostly, but not always, writes the same."""
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            spread = noise * parameter.std() if parameter.numel() > 1 else 0.0
+            parameter.add_(spread * torch.randn(parameter.shape, generator=generator))
+    return other
+
+
 def characters(**settings: Any) -> PreTrainedTokenizerFast:
     """Return a tokenizer for the tiny models with one character per token id, from "!" on."""
     tokenizer = Tokenizer(BPE({chr(33 + token): token for token in range(VOCAB)}, merges=[]))
@@ -126,3 +130,9 @@ def prompt(rows: int = 1, length: int = 12, seed: int = 0) -> torch.Tensor:
     """Return random token ids without special ones, [rows, length]."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCAB, (rows, length), generator=generator)
+
+
+def left_padded(pads: Sequence[int], length: int = 12, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Return a batch of prompts whose rows have so many pads on the left."""
+    mask = (torch.arange(length) >= torch.tensor(pads)[:, None]).long()
+    return {"input_ids": prompt(len(pads), length, seed), "attention_mask": mask}

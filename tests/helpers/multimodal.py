@@ -98,15 +98,9 @@ _PLACEHOLDERS = {
 
 
 def build(model_type: str, scale: float = 3.0) -> Any:
-    """Return a tiny model of a type in eval mode.
+    """Return a tiny model of one of `ALL_CLASSES` in eval mode.
 
-    Args:
-        model_type: One of `ALL_CLASSES`.
-        scale: What the matrices are multiplied with.
-
-    Raises:
-        Exception: These sizes do not make a model of this type, or a package is missing; a
-            configuration may object in any way.
+    It raises anything if these sizes do not make a model of this type, or a package is missing.
     """
     kind = CONFIG_MAPPING[model_type]
     config = small_config(kind, model_type, _SMALL, _OF_TYPE)
@@ -155,20 +149,10 @@ def call(
     seed: int = 0,
     text_seed: int = 0,
 ) -> dict[str, Any]:
-    """Return what a processor makes of texts with pictures, or with recordings.
+    """Return what a processor makes of texts with pictures or recordings, left-padded.
 
-    Args:
-        model: Who is asked.
-        counts: Pictures of every row.
-        lengths: Words of every row.
-        seed: Makes the pictures.
-        text_seed: Makes the words.
-
-    Returns:
-        Arguments of `generate`, left-padded.
-
-    Raises:
-        ValueError: The model reads nothing in any form that is known here.
+    `counts` are the pictures of every row, `lengths` its words. ValueError if the model reads
+    nothing in any form that is known here.
     """
     generator = torch.Generator().manual_seed(seed)
     names = set(inspect.signature(type(model).forward).parameters)

@@ -7,8 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from lookahead_hf.ngram_pool import Continuations, NgramPool
-from lookahead_hf.ngram_pool.matches import LEVELS, NUM_BUCKETS, NUM_SHARES, NUM_TOTALS
+from lookahead_hf.ngram_pool import NgramPool
+from lookahead_hf.ngram_pool.matches import (
+    LEVELS,
+    NUM_BUCKETS,
+    NUM_SHARES,
+    NUM_TOTALS,
+    Continuations,
+)
 
 EVEN = np.full(NUM_BUCKETS, 0.5)
 TEXT = np.random.default_rng(0).zipf(1.3, 4_000) % 500
@@ -53,9 +59,7 @@ def use_damaged_files(folder: Path, num_files: int) -> None:
     rng = np.random.default_rng(0)
     path = folder / "damaged"
     for max_tokens in (10_000, 2_000):
-        pool = NgramPool(max_tokens, vocab_size=500)
-        pool.add(TEXT)
-        pool.save(path)
+        pool_of(TEXT, max_tokens=max_tokens, vocab_size=500).save(path)
         content = path.read_bytes()
         for _ in range(num_files // 2):
             path.write_bytes(_damaged(content, rng))

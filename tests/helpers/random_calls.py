@@ -70,48 +70,28 @@ def smallest(name: str, dtype: torch.dtype = torch.float64) -> Any:
 class RandomCall:
     """One call, or two turns on one cache.
 
-    Attributes:
-        model: One of `MODELS` or `PAIRS`.
-        prompt: Token ids, rows of one length.
-        mask: The attention mask, None for none.
-        max_new_tokens: As in `generate`.
-        settings: Further arguments of `generate`.
-        own: Names of `PROCESSORS`, the caller's own.
-        stop: The name of one of `CRITERIA` and its tokens, the caller's own.
-        stop_strings: One-character tokens make these.
-        embeds: Whether the prompt is given as embeddings.
-        spacing: Between the positions that the caller gives, 0 where it gives none.
-        turns: On a cache of the caller's, one or two; 0 where the caller brings none.
-        is_static: Whether the caller's cache is a static one.
-        is_half: Whether the model is in bfloat16, where a block rounds otherwise than single tokens
-            do; then the text must be that of the same blocks without drafts.
-        autocast: The type that `torch.autocast` computes a float32 model in, None without it; with
-            it the same holds as for `is_half`.
-        seed: Of the sampling.
-        drafting: One of `DRAFTING`.
-        drafts: Seed of the draft trees.
-        budget: Most draft tokens per row and step.
-        draft_invariant: Whether all blocks have one shape.
+    In bfloat16 and under autocast a block rounds otherwise than single tokens do. Then the text
+    must be that of the same blocks without drafts.
     """
 
-    model: str
-    prompt: list[list[int]]
+    model: str  # one of `MODELS` or `PAIRS`
+    prompt: list[list[int]]  # token ids, rows of one length
     mask: list[list[int]] | None
     max_new_tokens: int
-    settings: dict[str, Any]
-    own: list[str] = field(default_factory=list)
-    stop: tuple[str, list[int]] | None = None
-    stop_strings: list[str] | None = None
-    embeds: bool = False
-    spacing: int = 0
-    turns: int = 0
-    is_static: bool = False
-    is_half: bool = False
-    autocast: str | None = None
-    seed: int = 0
-    drafting: str = "scripted"
-    drafts: int = 0
-    budget: int = 8
+    settings: dict[str, Any]  # further arguments of `generate`
+    own: list[str] = field(default_factory=list)  # names of `PROCESSORS`
+    stop: tuple[str, list[int]] | None = None  # the name of one of `CRITERIA`, and its tokens
+    stop_strings: list[str] | None = None  # one-character tokens make these
+    embeds: bool = False  # whether the prompt is given as embeddings
+    spacing: int = 0  # between the positions that the caller gives, 0 where it gives none
+    turns: int = 0  # one or two on a cache of the caller's, 0 where the caller brings none
+    is_static: bool = False  # the caller's cache
+    is_half: bool = False  # whether the model is in bfloat16
+    autocast: str | None = None  # the type that `torch.autocast` computes a float32 model in
+    seed: int = 0  # of the sampling
+    drafting: str = "scripted"  # one of `DRAFTING`
+    drafts: int = 0  # seed of the draft trees
+    budget: int = 8  # most draft tokens per row and step
     draft_invariant: bool = False
 
     @property

@@ -25,12 +25,9 @@ def load_real_model(dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def texts(per_family: int, longest: int = 1500, skip: int = 0) -> list[str]:
-    """Prompts of every family, short enough for a test.
+    """Prompts of every family, of at most `longest` characters.
 
-    Args:
-        per_family: How many.
-        longest: Most characters of a prompt.
-        skip: Prompts of each family to leave out; the first 8 were used to tune drafting.
+    Some of each family can be skipped: the first 8 were used to tune drafting.
     """
     families: dict[str, list[str]] = defaultdict(list)
     for line in PROMPTS.read_text(encoding="utf-8").splitlines():

@@ -9,7 +9,7 @@ import torch
 
 from tests.helpers.architectures import build
 from tests.helpers.compared import compared
-from tests.helpers.models import prompt
+from tests.helpers.models import left_padded
 from tests.helpers.scripted import RandomChains
 
 QUICK = ("falcon_h1", "jamba", "lfm2", "mamba2", "qwen3_5_text")
@@ -32,11 +32,7 @@ GREEDY = {"do_sample": False, "pad_token_id": 0}
 
 def padded(rows: int) -> dict[str, torch.Tensor]:
     """A prompt of 17 columns, the second and third row padded on the left."""
-    ids = prompt(rows, 17, seed=3)
-    mask = torch.ones_like(ids)
-    for row, pads in enumerate((0, 4, 9)[:rows]):
-        mask[row, :pads] = 0
-    return {"input_ids": ids, "attention_mask": mask}
+    return left_padded((0, 4, 9)[:rows], 17, seed=3)
 
 
 def harsh_gap(model_type: str, num_new: int = 80) -> float:

@@ -26,14 +26,7 @@ def small() -> Any:
 def compare(
     model: Any, inputs: dict[str, torch.Tensor], fields: dict[str, Any] | None = None, **call: Any
 ) -> lookahead_hf.SpeculativeStats:
-    """Assert that replayed steps give plain's text and random state; return what was done.
-
-    Args:
-        model: The target.
-        inputs: What is generated from.
-        fields: Fields of the configuration that differ.
-        **call: Further arguments of the call.
-    """
+    """Assert that replayed steps give plain's text and random state; return what was done."""
     stats = compare_calls(model, lambda: {**GREEDY, **call, **inputs}, fields)
     assert stats.engine == "device"
     return stats
@@ -79,11 +72,7 @@ def streamed(
 ) -> tuple[list[int], lookahead_hf.SpeculativeStats]:
     """Return a text that the same trees drafted in every call, and what speculation did.
 
-    Args:
-        model: The target, which stays enabled.
-        asked: Whether graphs are asked for.
-        streamer: Is told of the tokens.
-        **fields: Further fields of the configuration that differ.
+    Graphs may be `asked` for. The model stays enabled.
     """
     truth = list(range(3, 60))
     config = replace(scripted([truth], RandomTrees(hit=1.0)), cuda_graphs=asked, **fields)

@@ -10,9 +10,9 @@ import json
 import os
 import random
 import sys
-import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -24,6 +24,7 @@ import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.model_state import return_memory
 from lookahead_hf.ngram_pool import NgramPool
+from tests.helpers.compiled import in_threads
 from tests.helpers.models import prompt, tiny
 from tests.helpers.real_texts import encode, load_real_model, texts
 from tests.helpers.requests import prompts, settings
@@ -40,13 +41,7 @@ def resident() -> int:
 
 
 class Soak:
-    """Random calls on models that stay, and on some that go.
-
-    Attributes:
-        num_calls: Calls so far.
-        num_accepted: Draft tokens that they accepted.
-        sizes: Calls so far and resident bytes, from time to time.
-    """
+    """Random calls on models that stay, and on some that go."""
 
     def __init__(self, seconds: float) -> None:
         self._random, self._seconds = random.Random(0), seconds
@@ -55,7 +50,7 @@ class Soak:
         self._real, self._tokenizer = load_real_model(torch.bfloat16)
         self._texts = texts(per_family=1, longest=400)
         self.num_calls, self.num_accepted = 0, 0
-        self.sizes: list[tuple[int, int]] = []
+        self.sizes: list[tuple[int, int]] = []  # calls so far and resident bytes, now and then
 
     def run(self) -> None:
         """Make calls until the time is over."""
@@ -108,11 +103,7 @@ class Soak:
 
     def _in_threads(self) -> None:
         chosen = self._random.choices(self._models, k=3)
-        threads = [threading.Thread(target=self._alone, args=[model]) for model in chosen]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(*(partial(self._alone, model) for model in chosen))
 
     def _dropped(self) -> None:
         self._alone(lookahead_hf.enable(tiny(self._random.choice(NAMES))))

@@ -7,18 +7,12 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import lookahead_hf
 from lookahead_hf.cli.comparison import Stage
 from lookahead_hf.cli.screen import Screen
-from tests.helpers.models import enlarged
+from tests.helpers.models import tiny
 
 DRAFTING: dict[str, Any] = {"budget": 8}
 """On a tiny model no draft is worth its cost, and what is drafted would hang on the clock."""
@@ -30,20 +24,11 @@ TEMPLATE = "{% for message in messages %}{{ message.content }}" + END + "{% endf
 def save_tiny_chat(folder: Path) -> Path:
     """Write the model and its tokenizer into `folder` and return it."""
     byte_tokenizer().save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=len(byte_tokenizer()),
-        hidden_size=48,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=1,
-    )
-    torch.manual_seed(0)
-    enlarged(LlamaForCausalLM(config), 4.0).save_pretrained(folder)
+    own = {"vocab_size": len(byte_tokenizer()), "bos_token_id": None, "eos_token_id": 1}
+    own |= {"num_hidden_layers": 2, "max_position_embeddings": 2048}
+    model = tiny("llama", scale=4.0, **own)
+    model.generation_config.eos_token_id = 1
+    model.save_pretrained(folder)
     return folder
 
 

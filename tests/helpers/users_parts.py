@@ -93,8 +93,4 @@ class AnswersBool(Criterion):
         return bool(self.ended(input_ids).any())
 
 
-CRITERIA: dict[str, type[Criterion]] = {
-    "row": EndsRow,
-    "all": EndsAll,
-    "bool": AnswersBool,
-}
+CRITERIA: dict[str, type[Criterion]] = {"row": EndsRow, "all": EndsAll, "bool": AnswersBool}

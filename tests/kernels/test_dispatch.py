@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lookahead_hf import kernels
-from lookahead_hf.kernels import _attention_sizes, dispatch, reference, trial, verify
+from lookahead_hf.kernels import _attention_parts, _common, dispatch, reference, verify
 
 CPU = torch.device("cpu")
 
@@ -22,8 +22,8 @@ def capabilities(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, tuple[in
     """Compute capability of GPUs that are not there, by index."""
     known = {0: (7, 5), 1: (8, 0), 2: (8, 6), 3: (9, 0), 4: (10, 0), 5: (12, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: known[d.index])
-    monkeypatch.setattr(trial, "launch", lambda device: None)
-    caches = dispatch._has_triton, _attention_sizes.num_stages
+    monkeypatch.setattr(_common, "try_launch", lambda device: None)
+    caches = dispatch._has_triton, _attention_parts.num_stages
     for cache in caches:
         cache.cache_clear()
     yield known
@@ -54,7 +54,7 @@ def test_a_first_launch_that_fails_leaves_the_device_to_torch(
             raise RuntimeError("Failed to find C compiler\nand more")
 
     monkeypatch.delenv("LOOKAHEAD_HF_BACKEND", raising=False)
-    monkeypatch.setattr(trial, "launch", launch)
+    monkeypatch.setattr(_common, "try_launch", launch)
     said = "Triton cannot run on cuda:1.*: RuntimeError: Failed to find C compiler. Triton needs"
     with pytest.warns(RuntimeWarning, match=said) as warned:
         chosen = [kernels.backend(torch.device("cuda", index)) for index in (1, 3, 1, 3)]
@@ -63,7 +63,7 @@ def test_a_first_launch_that_fails_leaves_the_device_to_torch(
 
 
 def test_the_trial_is_a_launch(device: torch.device) -> None:
-    trial.launch(device)
+    _common.try_launch(device)
 
 
 def test_errors_of_later_launches_are_shown(
@@ -80,9 +80,9 @@ def test_errors_of_later_launches_are_shown(
 
 
 def test_stages_fit_the_shared_memory(capabilities: dict[int, tuple[int, int]]) -> None:
-    stages = [_attention_sizes.num_stages(torch.device("cuda", i), 128) for i in capabilities]
+    stages = [_attention_parts.num_stages(torch.device("cuda", i), 128) for i in capabilities]
     assert stages == [2, 2, 2, 3, 3, 2]
-    assert _attention_sizes.num_stages(torch.device("cuda", 3), 256) == 2
+    assert _attention_parts.num_stages(torch.device("cuda", 3), 256) == 2
 
 
 def test_unusable_backends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from tests.helpers.grammars import END, SCHEMAS, WIDTH
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    ngram_pool.compile_now()
+    ngram_pool.of_process.compile_now()
     return lookahead_hf.enable(grammars.model())
 
 
@@ -90,5 +90,5 @@ def test_what_is_kept_of_a_tokenizer_has_a_limit() -> None:
         assert own.encode(words) == list(words)
         assert len(own._encoded) <= 3
     structured.json_schema(SCHEMAS[0], grammars.tokenizer())
-    kept = structured._compilers[grammars.tokenizer()]
+    _, kept = structured._compilers[grammars.tokenizer()]
     assert kept.cache_limit_bytes == structured._KEPT_BYTES

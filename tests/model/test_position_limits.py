@@ -6,14 +6,13 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
-import torch
 
 import lookahead_hf
 from tests.helpers.caches import assert_same_cache
 from tests.helpers.calls import compare
 from tests.helpers.compared import compared
 from tests.helpers.device import on_device
-from tests.helpers.models import prompt, tiny
+from tests.helpers.models import left_padded, prompt, tiny
 from tests.helpers.scripted import chain, scripted
 
 LIMIT = 20
@@ -45,15 +44,6 @@ GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
 TABLES = {"gpt2": {"n_positions": 32}, "opt": {"max_position_embeddings": 32}}
 
 
-def inputs_of(rows: int = 1, length: int = 12, pads: tuple[int, ...] = ()) -> dict[str, Any]:
-    """A batch whose first rows have so many pads on the left."""
-    ids = prompt(rows, length)
-    mask = torch.ones_like(ids)
-    for row, count in enumerate(pads):
-        mask[row, :count] = 0
-    return {"input_ids": ids, "attention_mask": mask}
-
-
 def runs_plainly(model: Any, inputs: dict[str, Any], max_new_tokens: int) -> None:
     """Assert that a call crosses the limit, says so, and writes plain's text."""
     call = {**inputs, **GREEDY, "max_new_tokens": max_new_tokens}
@@ -64,24 +54,23 @@ def runs_plainly(model: Any, inputs: dict[str, Any], max_new_tokens: int) -> Non
     ):
         ours = model.generate(**call, speculative=True)
     assert ours.tolist() == plain.tolist()
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason == "model"
+    assert lookahead_hf.last_stats(model).fallback_reason == "model"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_calls_up_to_the_limit_are_speculated(name: str, rows: int) -> None:
     model = tiny(name, **MODELS[name])
-    inputs = inputs_of(rows, pads=(0, 3, 3)[:rows])
+    inputs = left_padded((0, 3, 3)[:rows])
     compare(model, inputs, **GREEDY, max_new_tokens=LIMIT + 1 - 12)
     runs_plainly(model, inputs, LIMIT + 2 - 12)
 
 
 def test_long_factors_are_served_where_every_prompt_needs_them() -> None:
     model = tiny("phi3", **LONG)
-    compare(model, inputs_of(3, 30, (0, 9)), **GREEDY, max_new_tokens=30)
+    compare(model, left_padded((0, 9, 0), 30), **GREEDY, max_new_tokens=30)
     # The last row begins with exactly as many tokens as short factors are for.
-    runs_plainly(model, inputs_of(3, 30, (0, 9, 10)), 30)
+    runs_plainly(model, left_padded((0, 9, 10), 30), 30)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +89,8 @@ def test_long_factors_are_served_where_every_prompt_needs_them() -> None:
     ids=["yarn", "no table"],
 )
 def test_fixed_frequencies_have_no_limit(own: dict[str, Any]) -> None:
-    assert compare(tiny("llama", **own), inputs_of(), **GREEDY, max_new_tokens=30).num_accepted > 10
+    stats = compare(tiny("llama", **own), left_padded((0,)), **GREEDY, max_new_tokens=30)
+    assert stats.num_accepted > 10
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -122,13 +112,13 @@ def test_texts_that_fill_a_table_of_positions_wait_for_each_other(
     model = tiny(name, **TABLES[name])
     for new in (19, 20, 21):
         with where(monkeypatch):
-            stats = compare(model, inputs_of(3, pads=(0, 4, 7)), **GREEDY, max_new_tokens=new)
+            stats = compare(model, left_padded((0, 4, 7)), **GREEDY, max_new_tokens=new)
         assert stats.engine == ("walk" if where is nullcontext else "device")
 
 
 @pytest.mark.parametrize("ended", [0, 1])
 def test_a_text_that_ends_early_is_fed_pads_to_the_tables_end(ended: int) -> None:
-    model, inputs = tiny("gpt2", **TABLES["gpt2"]), inputs_of(2)
+    model, inputs = tiny("gpt2", **TABLES["gpt2"]), left_padded((0, 0))
     call = {**inputs, **GREEDY, "max_new_tokens": 21}
     text = model.generate(**call).tolist()
     eos = next(token for token in text[ended][15:] if token not in text[1 - ended])

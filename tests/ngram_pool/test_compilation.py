@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from lookahead_hf.ngram_pool import NumbaMissingError, compilation
+from lookahead_hf.ngram_pool import NumbaMissingError, compilation, of_process
 from tests.helpers.compiling import nothing_compiled, settle
 
 pytest.importorskip("numba")
@@ -48,23 +48,23 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Callable[[], None]]]:
 
 def test_a_call_waits_only_while_compiling(work: list[Callable[[], None]]) -> None:
     go = threading.Event()
-    compilation.register(lambda: bool(go.wait(60)))
-    assert not compilation.ready() and not compilation.ready()
-    assert compilation.available() and not compilation.compiled()
+    of_process.register(lambda: bool(go.wait(60)))
+    assert not of_process.ready() and not of_process.ready()
+    assert of_process.available() and not of_process.compiled()
     go.set()
     settle()
-    assert compilation.ready() and compilation.compiled()
+    assert of_process.ready() and of_process.compiled()
 
 
 def test_only_the_call_that_begins_to_load_waits(
     work: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go, waited = threading.Event(), list[float | None]()
-    compilation.register(lambda: bool(go.wait(60)))
+    of_process.register(lambda: bool(go.wait(60)))
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "join", lambda _, timeout: waited.append(timeout))
         for _ in range(2):
-            compilation.wait_until_loaded(2.0)
+            of_process.wait_until_loaded(2.0)
     go.set()
     assert waited == [2.0]
 
@@ -73,20 +73,20 @@ def test_what_failed_is_compiled_again_on_request(work: list[Callable[[], None]]
     seen: list[bool] = []
 
     def compile_later() -> None:
-        seen.append(compilation.available())
+        seen.append(of_process.available())
         if len(seen) == 1:
             raise MemoryError("too little memory")
 
-    compilation.register(compile_later)
+    of_process.register(compile_later)
     for _ in range(3):
-        compilation.ready()
+        of_process.ready()
         settle()
-    assert not compilation.ready() and not compilation.available()
+    assert not of_process.ready() and not of_process.available()
     with pytest.raises(NumbaMissingError, match="does not work here .MemoryError: too little"):
-        compilation.check_available()
+        of_process.check_available()
     assert len(seen) == 1  # calls do not try again
-    compilation.compile_now()
-    assert compilation.available() and compilation.compiled()
+    of_process.compile_now()
+    assert of_process.available() and of_process.compiled()
 
 
 def test_a_thread_that_cannot_be_started_costs_no_call(
@@ -95,9 +95,9 @@ def test_a_thread_that_cannot_be_started_costs_no_call(
     def fail(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    compilation.register(lambda: None)
+    of_process.register(lambda: None)
     monkeypatch.setattr(threading.Thread, "start", fail)
-    assert not compilation.ready() and not compilation.available()
+    assert not of_process.ready() and not of_process.available()
 
 
 @pytest.mark.parametrize("loads", [False, True])
@@ -105,24 +105,24 @@ def test_a_process_that_is_forked_in_mid_loading_loads_nothing(
     work: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch, loads: bool
 ) -> None:
     lock = threading.Lock()
-    monkeypatch.setattr(compilation.of_process, "lock", lock)
-    compilation.register(lambda: None)
+    monkeypatch.setattr(of_process, "lock", lock)
+    of_process.register(lambda: None)
     if loads:
         lock.acquire()
-    compilation.of_process.forget_threads()  # which a fork calls
-    compilation.wait_until_loaded(60)
-    assert compilation.available() == compilation.compiled() == (not loads)
+    of_process.forget_threads()  # which a fork calls
+    of_process.wait_until_loaded(60)
+    assert of_process.available() == of_process.compiled() == (not loads)
 
 
 def test_without_numba_nothing_waits(
     work: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compilation.register(lambda: pytest.fail("there is nothing to compile with"))
+    of_process.register(lambda: pytest.fail("there is nothing to compile with"))
     monkeypatch.setattr(compilation, "_is_installed", lambda: False)
-    assert not compilation.ready() and not compilation.available()
-    assert compilation.of_process.thread is None
+    assert not of_process.ready() and not of_process.available()
+    assert of_process.thread is None
     with pytest.raises(NumbaMissingError, match="is not installed"):
-        compilation.check_available()
+        of_process.check_available()
 
 
 @pytest.fixture
@@ -214,7 +214,7 @@ def test_another_process_compiles_what_is_not_saved(
             if other == "is forbidden":
                 raise OSError("no more processes")
             compile(command[-1], "child", "exec")
-            assert compilation.of_process.lock.locked()  # against a second process
+            assert of_process.lock.locked()  # against a second process
             done.append("child")
 
         def poll(self) -> int:
@@ -226,24 +226,24 @@ def test_another_process_compiles_what_is_not_saved(
             pass
 
     monkeypatch.setattr(compilation.subprocess, "Popen", Child)
-    compilation.register(lambda: done.append("first"))
-    compilation.register(lambda: done.append(module.double(3)))
+    of_process.register(lambda: done.append("first"))
+    of_process.register(lambda: done.append(module.double(3)))
     for _ in range(2):
-        compilation.wait_until_loaded(60)
+        of_process.wait_until_loaded(60)
     assert done == ["first", *([] if other == "is forbidden" else ["child"]), 8]
-    assert compilation.ready() and num_found(module) == (other == "compiles")
+    assert of_process.ready() and num_found(module) == (other == "compiles")
 
 
 WORK = """
 import os
 from pathlib import Path
-from lookahead_hf.ngram_pool.compilation import register
+from lookahead_hf.ngram_pool.compilation import of_process
 
 def warm_up():
     get = getattr(os, "sched_getscheduler", lambda _: None)
     Path("compiled").write_text(str(get(0)))
 
-register(warm_up)
+of_process.register(warm_up)
 """
 
 
@@ -259,9 +259,9 @@ def pending(
 
 def finished() -> int:
     """Compile in another process; return its exit status."""
-    assert compilation.of_process.compile_elsewhere()
-    assert compilation.of_process.child is not None
-    return compilation.of_process.child.wait(300)
+    assert of_process.compile_elsewhere()
+    assert of_process.child is not None
+    return of_process.child.wait(300)
 
 
 def test_the_other_process_imports_as_this_one_does(
@@ -279,9 +279,9 @@ def test_the_other_process_imports_as_this_one_does(
 
 ABORTING = """
 import os
-from lookahead_hf.ngram_pool.compilation import register
+from lookahead_hf.ngram_pool.compilation import of_process
 
-register(os.abort)
+of_process.register(os.abort)
 """
 
 
@@ -294,23 +294,23 @@ def test_what_ends_the_other_process_does_not_end_this_one(
     work[0] = lambda: module.double(3)
     work[0].__module__ = "aborting_work"
     assert finished() == -signal.SIGABRT
-    compilation.wait_until_loaded(60)
-    assert not compilation.ready() and not compilation.available()
+    of_process.wait_until_loaded(60)
+    assert not of_process.ready() and not of_process.available()
     with pytest.raises(NumbaMissingError, match="signal 6 ended the process that compiled"):
-        compilation.check_available()
+        of_process.check_available()
 
 
 STARVED = """
 import os, time
 from pathlib import Path
-from lookahead_hf.ngram_pool.compilation import register
+from lookahead_hf.ngram_pool.compilation import of_process
 
 def warm_up():
     is_copy = os.getppid() != {parent}
     time.sleep(600 if is_copy else 0)
     Path("compiled").write_text(str(os.sched_getscheduler(0)))
 
-register(warm_up)
+of_process.register(warm_up)
 """
 
 
@@ -327,12 +327,12 @@ def test_a_process_that_gets_no_core_goes_on_at_normal_priority(
 def test_steps_give_way_to_a_process_that_gets_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
     moments: list[float] = []
     monkeypatch.setattr(compilation.time, "sleep", moments.append)
-    monkeypatch.setattr(compilation.of_process, "thread", None)
+    monkeypatch.setattr(of_process, "thread", None)
     for ended, seconds, gives_way in [(None, 1, False), (None, 30, True), (0, 30, False)]:
         child = SimpleNamespace(poll=lambda ended=ended: ended)
-        monkeypatch.setattr(compilation.of_process, "child", child)
-        monkeypatch.setattr(compilation.of_process, "child_started", time.monotonic() - seconds)
-        compilation.give_way()
+        monkeypatch.setattr(of_process, "child", child)
+        monkeypatch.setattr(of_process, "child_started", time.monotonic() - seconds)
+        of_process.give_way()
         assert bool(moments) is gives_way
         moments.clear()
 
@@ -347,14 +347,12 @@ def test_after_two_minutes_the_process_is_ended_and_this_one_compiles(
 ) -> None:
     done: list[Any] = []
     child = SimpleNamespace(poll=lambda: None, kill=lambda: done.append("killed"))
-    monkeypatch.setattr(compilation.of_process, "child", child)
-    monkeypatch.setattr(compilation.of_process, "child_started", 1000.0)
-    monkeypatch.setattr(compilation.of_process, "thread", None)
+    monkeypatch.setattr(of_process, "child", child)
+    monkeypatch.setattr(of_process, "child_started", 1000.0)
     monkeypatch.setattr(compilation.time, "monotonic", lambda: 1000.0 + later)
     module = toy(folder)
-    compilation.register(lambda: done.append(module.double(3)))
-    compilation.ready()
-    if compilation.of_process.thread is not None:
-        compilation.of_process.thread.join(60)
+    of_process.register(lambda: done.append(module.double(3)))
+    of_process.ready()
+    settle()
     assert done == ended
-    assert compilation.compiled() is bool(ended)
+    assert of_process.compiled() is bool(ended)

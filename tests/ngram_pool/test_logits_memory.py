@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from lookahead_hf.ngram_pool import _logits_numba as compiled  # noqa: E402
 from lookahead_hf.ngram_pool._logits_numba import LANES, WAYS  # noqa: E402
-from lookahead_hf.ngram_pool.logits_memory import LogitsMemory, top_rows  # noqa: E402
+from lookahead_hf.ngram_pool.logits_memory import top_rows  # noqa: E402
 from tests.oracles import logits_memory as reference  # noqa: E402
 
 DTYPES = {"fp32": (torch.float32, torch.int32), "bf16": (torch.bfloat16, torch.int16)}
@@ -83,31 +83,6 @@ def test_compiled_and_plain_search_agree(data: st.DataObject, dtype: str, k: int
         found.append((tokens, probs))
     np.testing.assert_array_equal(found[0][0], found[1][0])
     np.testing.assert_allclose(found[0][1], found[1][1], rtol=0.02, atol=1e-4)
-
-
-def entry(memory: LogitsMemory, before: int, last: int) -> list[int]:
-    slot = compiled.find(memory.keys, before, last)
-    return [] if slot < 0 else memory.tokens[slot].tolist()
-
-
-def note(memory: LogitsMemory, before: int, last: int, token: int) -> None:
-    memory.remember(
-        np.array([before]), np.array([last]), np.array([[token]], np.int32),
-        np.ones((1, 1), np.float32),
-    )  # fmt: skip
-
-
-def test_contexts_are_found_by_two_tokens_and_by_one() -> None:
-    memory = LogitsMemory(top_k=1, capacity=64)
-    note(memory, 3, 4, 50)
-    note(memory, 9, 4, 60)
-    assert entry(memory, 3, 4) == [50]
-    assert entry(memory, 9, 4) == [60]
-    assert entry(memory, -1, 4) == [60]
-    assert entry(memory, 4, 3) == []
-    note(memory, 3, 4, 70)
-    assert entry(memory, 3, 4) == [70]
-    assert (memory.keys >= 0).sum() == 3
 
 
 @settings(max_examples=60, deadline=None)

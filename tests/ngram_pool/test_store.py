@@ -17,14 +17,13 @@ from safetensors.numpy import load_file
 
 from lookahead_hf.ngram_pool import NgramPool, store
 from lookahead_hf.utils import files
-from tests.helpers.ngrams import EVEN, TEXT, tree_of
+from tests.helpers.ngrams import EVEN, TEXT, pool_of, tree_of
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """The file of a pool whose log is not full."""
-    pool = NgramPool(10_000, vocab_size=500, tokenizer_fingerprint="abc")
-    pool.add(TEXT)
+    pool = pool_of(TEXT, max_tokens=10_000, vocab_size=500, tokenizer_fingerprint="abc")
     pool.save(tmp_path / "pool.safetensors")
     return tmp_path / "pool.safetensors"
 
@@ -49,8 +48,7 @@ def child(code: str, path: Path) -> list[str]:
 
 @pytest.mark.parametrize("max_tokens", [10_000, 1_000])
 def test_what_is_loaded_is_what_was_saved(tmp_path: Path, max_tokens: int) -> None:
-    pool = NgramPool(max_tokens, vocab_size=500)
-    pool.add(TEXT)
+    pool = pool_of(TEXT, max_tokens=max_tokens, vocab_size=500)
     pool.save(tmp_path / "pool")
     loaded = NgramPool.load(tmp_path / "pool", vocab_size=500)
     assert len(loaded) == len(pool) == min(len(TEXT), max_tokens - 1)

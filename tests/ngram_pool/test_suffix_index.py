@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookahead_hf.ngram_pool import Continuations, SuffixIndexes
-from lookahead_hf.ngram_pool.matches import BORDER, LEVELS, NUM_BUCKETS, level_of
+from lookahead_hf.ngram_pool import SuffixIndexes
+from lookahead_hf.ngram_pool.matches import BORDER, LEVELS, NUM_BUCKETS, Continuations, level_of
 from tests.helpers.ngrams import EVEN, assert_same_tree, match_lengths, paths
 from tests.oracles import suffix_index as oracle
 

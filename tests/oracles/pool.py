@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
-import numpy as np
-
-from lookahead_hf.ngram_pool.matches import (
-    BORDER,
-    LONGEST_MATCH,
-    NUM_KEYS,
-    VISITS,
-    Continuations,
-    level_of,
-)
-from tests.oracles.suffix_index import bucket_of
+from lookahead_hf.ngram_pool.matches import BORDER, NUM_KEYS, VISITS, Continuations, level_of
+from tests.oracles.suffix_index import bucket_of, grown
 
 
 class Occurrence(NamedTuple):
@@ -44,33 +35,11 @@ class NgramPool:
         context: Sequence[int],
         rates: Sequence[float],
         max_nodes: int,
-        *,
         min_ngram: int = 1,
-        max_ngram: int = LONGEST_MATCH,
-        min_score: float = 1e-4,
+        max_ngram: int = 32,
     ) -> Continuations:
-        nodes: list[tuple[int, ...]] = []
-        scores: list[float] = []
-        # (-score, arrival, (token, parent, depth, bucket), occurrences)
-        waiting: list[tuple[float, int, tuple[int, ...], list[Occurrence]]] = []
-        arrived = 0
         found = list(self._look_up(list(context[-max_ngram:]), min_ngram))
-        parent, depth, score = -1, 0, 1.0
-        while len(nodes) < max_nodes:
-            for token, behind, bucket in self._children(found):
-                reach = score * float(rates[bucket])
-                if reach >= min_score:
-                    node = (token, parent, depth + 1, bucket)
-                    longer = [Occurrence(at + 1, min(n + 1, max_ngram)) for at, n in behind]
-                    heapq.heappush(waiting, (-reach, arrived, node, longer))
-                    arrived += 1
-            if not waiting:
-                break
-            negative, _, best, found = heapq.heappop(waiting)
-            parent, depth, score = len(nodes), best[2], -negative
-            nodes.append(best)
-            scores.append(score)
-        return Continuations(np.array(scores), *np.array(nodes, np.int32).reshape(-1, 4).T)
+        return grown(found, partial(self._followers, max_ngram), rates, max_nodes)
 
     def _look_up(self, context: list[int], min_ngram: int) -> Iterator[Occurrence]:
         """Yield the newest occurrences of each key of the context, the longest key first."""
@@ -98,8 +67,10 @@ class NgramPool:
             length += 1
         return length
 
-    def _children(self, found: list[Occurrence]) -> Iterator[tuple[int, list[Occurrence], int]]:
-        """Yield the next tokens, each with its occurrences and its bucket.
+    def _followers(
+        self, max_ngram: int, found: list[Occurrence]
+    ) -> Iterator[tuple[int, int, list[Occurrence]]]:
+        """Yield the next tokens, each with its bucket and where the text goes on after it.
 
         The longest matches decide about a token; its share is that of all occurrences of their
         level and above.
@@ -113,4 +84,5 @@ class NgramPool:
             level = level_of(max(n for _, n in behind))
             count = sum(level_of(n) == level for _, n in behind)
             total = sum(other >= level for other in levels)
-            yield token, behind, bucket_of(level, count, total)
+            after = [Occurrence(at + 1, min(n + 1, max_ngram)) for at, n in behind]
+            yield token, bucket_of(level, count, total), after

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -20,6 +21,36 @@ from lookahead_hf.ngram_pool.matches import (
     Continuations,
     level_of,
 )
+
+_State = TypeVar("_State")
+
+
+def grown(
+    start: _State,
+    followers: Callable[[_State], Iterable[tuple[int, int, _State]]],
+    rates: Sequence[float],
+    max_nodes: int,
+    min_score: float = 1e-4,
+) -> Continuations:
+    """Grow a tree best first; `followers` yields the token, bucket and state after a state."""
+    nodes: list[tuple[int, ...]] = []  # token, parent, depth and bucket
+    scores: list[float] = []
+    waiting: list[tuple[float, int, tuple[int, ...], _State]] = []  # by score and order of arrival
+    num_arrived, depth, state, score = 0, 0, start, 1.0
+    while len(nodes) < max_nodes:
+        for token, bucket, after in followers(state):
+            reach = score * float(rates[bucket])
+            if reach >= min_score:
+                node = (token, len(nodes) - 1, depth + 1, bucket)
+                heapq.heappush(waiting, (-reach, num_arrived, node, after))
+                num_arrived += 1
+        if not waiting:
+            break
+        negative, _, best, state = heapq.heappop(waiting)
+        depth, score = best[2], -negative
+        nodes.append(best)
+        scores.append(score)
+    return Continuations(np.array(scores), *np.array(nodes, np.int32).reshape(-1, 4).T)
 
 
 @dataclass
@@ -44,30 +75,9 @@ class SuffixIndex:
                 self._places[key].append(len(self._text))
             self._text.append(token)
 
-    def grow(
-        self, rates: Sequence[float], max_nodes: int, min_score: float = 1e-4
-    ) -> Continuations:
-        nodes: list[tuple[int, ...]] = []
-        scores: list[float] = []
-        # (-score, order of arrival, path, (token, parent, depth, bucket))
-        waiting: list[tuple[float, int, list[int], tuple[int, ...]]] = []
-        arrived = 0
-        parent, path, score = -1, list[int](), 1.0
-        while len(nodes) < max_nodes:
-            for token, bucket in self._followers(self._text + path):
-                reach = score * float(rates[bucket])
-                if reach >= min_score:
-                    node = (token, parent, len(path) + 1, bucket)
-                    heapq.heappush(waiting, (-reach, arrived, [*path, token], node))
-                    arrived += 1
-            if not waiting:
-                break
-            negative, _, path, best = heapq.heappop(waiting)
-            parent, score = len(nodes), -negative
-            nodes.append(best)
-            scores.append(score)
-        table = np.array(nodes, np.int32).reshape(-1, 4).T
-        return Continuations(np.array(scores, np.float32), *table)
+    def grow(self, rates: Sequence[float], max_nodes: int) -> Continuations:
+        tree = grown(self._text, self._followers, rates, max_nodes)
+        return replace(tree, score=tree.score.astype(np.float32))
 
     def _keys(self, context: Sequence[int]) -> Iterator[tuple[int, ...]]:
         """Yield the context's last 1, 2, 4 and 8 tokens, as far as they contain no border."""
@@ -77,8 +87,8 @@ class SuffixIndex:
                 return
             yield key
 
-    def _followers(self, context: list[int]) -> Iterator[tuple[int, int]]:
-        """Yield the tokens that followed the context, each with its bucket.
+    def _followers(self, context: list[int]) -> Iterator[tuple[int, int, list[int]]]:
+        """Yield the tokens that followed the context, each with its bucket and the text with it.
 
         The newest occurrences of each key are visited, those of long keys first. The longest
         matches decide about a token; its share is that of all occurrences of their level and above.
@@ -95,7 +105,7 @@ class SuffixIndex:
                 known.count += 1
         for token, follower in found.items():
             total = sum(occurrences[follower.level :])
-            yield token, bucket_of(follower.level, follower.count, total)
+            yield token, bucket_of(follower.level, follower.count, total), [*context, token]
 
     def _occurrences(self, context: list[int]) -> Iterator[tuple[int, int]]:
         """Yield place and match length of every occurrence to visit, none of them twice."""

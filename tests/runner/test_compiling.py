@@ -99,7 +99,7 @@ def test_a_call_drafts_from_its_text_until_all_is_compiled(
     model: Any, plain: list[list[int]], work: list[Callable[[], None]], drafted: list[int]
 ) -> None:
     go = threading.Event()
-    compilation.register(lambda: bool(go.wait(60)))
+    compilation.of_process.register(lambda: bool(go.wait(60)))
     ids, stats = generated(model, plain, streamer=Ends(go))
     assert ids == plain
     assert any(drafted[:4]) and stats.num_accepted > 0
@@ -118,7 +118,7 @@ def test_after_compiling_failed_calls_are_plain_until_it_succeeds(
         go.wait(60)
         raise MemoryError("too little memory")
 
-    compilation.register(fail)
+    compilation.of_process.register(fail)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ids, stats = generated(model, plain, streamer=Ends(go))  # fails in its middle
@@ -129,7 +129,7 @@ def test_after_compiling_failed_calls_are_plain_until_it_succeeds(
     (said,) = [str(each.message) for each in caught if each.category is RuntimeWarning]
     assert "calls decode plainly" in said and "MemoryError: too little memory" in said
     work[:] = [lambda: None]
-    compilation.compile_now()
+    compilation.of_process.compile_now()
     ids, stats = generated(model, plain)
     assert ids == plain
     assert stats.per_source["ngram"].accepted > 0 < stats.per_source["scripted"].accepted

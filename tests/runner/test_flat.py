@@ -14,6 +14,7 @@ from lookahead_hf.model.facts import read
 from lookahead_hf.patches.patched import patched
 from lookahead_hf.runner.flat import runs_of
 from lookahead_hf.runner.host import Runner
+from lookahead_hf.runner.prefill import start
 from lookahead_hf.support import checks
 from tests.helpers.models import VOCAB, tiny
 
@@ -38,7 +39,7 @@ def test_rows_that_read_and_rows_that_decode_share_a_block(name: str) -> None:
     drafted = [(0, 1, 0, 1), (0, 0, 1, 1), (1, 0, 0, 1), (0, 1, 0, 1), (0, 0, 0, 0)]
     runner = Runner(model, 4, flat=True)
     with patched(model):
-        runner.start(torch.tensor(told), compat.DynamicCache(config=model.config))
+        start(runner, torch.tensor(told), compat.DynamicCache(config=model.config))
         for counts, has_draft in zip(blocks, drafted, strict=True):
             fed = [
                 texts[row, len(told[row]) : len(told[row]) + count]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -11,11 +12,17 @@ from typing import Any
 import pytest
 
 from lookahead_hf import SpeculativeConfig
-from lookahead_hf.serving.openai_fields import REFUSED, check_fields
+from lookahead_hf.serving.openai_fields import CHAT, COMPLETIONS, REFUSED, RESPONSES, check_fields
 from tests.helpers.served import Served, serving
 from tests.helpers.tiny_chat import DRAFTING
 
-CHAT = "/v1/chat/completions"
+SAID = [{"role": "user", "content": "a"}]
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+NEEDED: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": SAID},
+    COMPLETIONS: {"prompt": "a"},
+    RESPONSES: {"input": "a"},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -88,16 +95,33 @@ def test_the_first_calls_of_open_webui(served: Served) -> None:
         (CHAT, {"tool_choice": "required"}, 'give "required" with tools'),
         (CHAT, {"stream": True, "n": 3}, "n=3 is not served"),
         (CHAT, {"top_k": 5}, "Unexpected fields in the request: {'top_k'}"),
-        ("/v1/completions", {"prompt": "a", "logprobs": 0}, "returns no log probabilities"),
-        ("/v1/completions", {"prompt": "a", "echo": True}, "put the prompt before the answer"),
-        ("/v1/responses", {"input": "a", "previous_response_id": "r"}, "send the conversation"),
+        (COMPLETIONS, {"logprobs": 0}, "returns no log probabilities"),
+        (COMPLETIONS, {"echo": True}, "put the prompt before the answer"),
+        (COMPLETIONS, {"logit_bias": {"5": 3}}, "use the chat completions"),
+        (RESPONSES, {"previous_response_id": "r"}, "send the conversation"),
+        (RESPONSES, {"conversation": "c"}, "send it as input"),
+        (CHAT, {"temperature": "hot"}, "temperature='hot' is not understood: give a number"),
+        (CHAT, {"temperature": None, "top_p": "0.9"}, "top_p='0.9' is not understood"),
+        (CHAT, {"max_tokens": "many"}, "give an integer"),
+        (CHAT, {"seed": 1.5}, "seed=1.5 is not understood: give an integer"),
+        (CHAT, {"stream": "yes"}, "give true or false"),
+        (CHAT, {"stop": 5}, "give a text or a list of texts"),
+        (CHAT, {"generation_config": {"top_k": 5}}, "give a text that holds JSON"),
+        (CHAT, {"messages": None}, "the request has no messages"),
+        (CHAT, {"messages": ["a"]}, "'a' is no message: give an object with role and content"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [PICTURE]}]},
+            "image_url: this model reads",
+        ),
+        (RESPONSES, {"input": [{"type": "input_image", "image_url": "x"}]}, "reads text alone"),
+        (RESPONSES, {"input": ""}, "the request has no input: give a text or a list"),
     ],
 )
 def test_what_is_not_obeyed_is_refused(
     served: Served, path: str, fields: dict[str, Any], said: str
 ) -> None:
-    messages = {"messages": [{"role": "user", "content": "a"}]} if path == CHAT else {}
-    status, answer = posted(served, path, {"model": served.folder, **messages, **fields})
+    status, answer = posted(served, path, {"model": served.folder, **NEEDED[path], **fields})
     assert status in (400, 422)
     assert said in json.loads(answer)["error"]["message"]
 
@@ -114,13 +138,13 @@ def test_values_that_ask_for_nothing_are_taken(served: Served) -> None:
     for path, fields in REFUSED.items():
         for name, (values, _) in fields.items():
             for value in (None, *values):
-                check_fields(path, {name: value}, None)
+                check_fields(path, {**NEEDED[path], name: value}, None)
             with pytest.raises(ValueError, match=f"^{name}='other' is not served"):
-                check_fields(path, {name: "other"}, None)
+                check_fields(path, {**NEEDED[path], name: "other"}, None)
 
 
 def test_no_tool_is_offered_where_none_is_to_be_called() -> None:
-    body: dict[str, Any] = {"tools": [{}], "tool_choice": "none"}
+    body: dict[str, Any] = {"messages": SAID, "tools": [{}], "tool_choice": "none"}
     check_fields(CHAT, body, None)
     assert "tools" not in body
 
@@ -128,9 +152,8 @@ def test_no_tool_is_offered_where_none_is_to_be_called() -> None:
 def test_a_model_that_is_not_served(served: Served) -> None:
     from openai import NotFoundError
 
-    said = [{"role": "user", "content": "a"}]
     with pytest.raises(NotFoundError, match="no model 'gpt-4o' here: this server has") as raised:
-        served.client.chat.completions.create(model="gpt-4o", messages=said)
+        served.client.chat.completions.create(model="gpt-4o", messages=SAID)
     assert raised.value.code == "model_not_found"
 
 
@@ -148,8 +171,38 @@ def test_a_server_without_a_model_of_its_own(folder: str) -> None:
 
     with serving(folder, SpeculativeConfig(**DRAFTING)) as served:
         served.server._model_manager.force_model = None
-        said = [{"role": "user", "content": "a"}]
-        given = {"messages": said, "max_tokens": 4}
+        given = {"messages": SAID, "max_tokens": 4}
         assert [each.id for each in served.client.models.list()] == [folder]
         with pytest.raises(BadRequestError, match="the model cannot be loaded"):
             served.client.chat.completions.create(model="/nowhere/at/all", **given)
+
+
+def test_an_answer_of_the_responses_api_is_no_stream_unless_asked_for(served: Served) -> None:
+    """As OpenAI's client expects, which leaves the field out."""
+    asked = {"model": served.folder, "input": "def f(x):", "max_output_tokens": 8}
+    answer = served.client.responses.create(**asked)
+    events = [*served.client.responses.create(**asked, stream=True)]
+    assert answer.output_text == events[-1].response.output_text != ""
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_the_docs_say_what_each_field_does(path: str) -> None:
+    openai = pytest.importorskip("openai.types")
+    kinds = {
+        CHAT: openai.chat.completion_create_params.CompletionCreateParamsBase,
+        COMPLETIONS: openai.completion_create_params.CompletionCreateParamsBase,
+        RESPONSES: openai.responses.response_create_params.ResponseCreateParamsBase,
+    }
+    page = (Path(__file__).parents[2] / "docs" / "serve.md").read_text(encoding="utf-8")
+    named = {*re.findall(r"`(\w+)`", page)} | {"text"}
+    assert {*kinds[path].__annotations__} <= named
+
+
+def test_what_the_chat_template_says(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Templates of some models refuse a system prompt, or two questions in a row."""
+    (timed,) = served.server._model_manager.loaded_models.values()
+    template = "{{ raise_exception('roles must alternate') }}"
+    monkeypatch.setattr(timed.processor, "chat_template", template)
+    status, answer = posted(served, CHAT, {"model": served.folder, "messages": SAID})
+    said = json.loads(answer)["error"]["message"]
+    assert (status, said.partition(": ")[2]) == (400, "roles must alternate")

@@ -72,6 +72,8 @@ def test_any_json_object(served: Served) -> None:
         ({"type": "json_schema", "json_schema": "x"}, "is not understood: give"),
         ({"type": "json_schema", "json_schema": None}, "is not understood: give"),
         ({"type": "yaml"}, "is not understood: give"),
+        ({"schema": {"type": "object"}}, "is not understood: give"),
+        ({}, "is not understood: give"),
         ("json", "is not understood: give"),
     ],
 )

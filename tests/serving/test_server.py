@@ -136,10 +136,13 @@ def post(served: Served, body: str) -> http.client.HTTPConnection:
     return connection
 
 
-@pytest.mark.parametrize("body", ["{", "[]", '{"no_such_field": 1}'])
+DEEP = pytest.param("[" * 100_000, id="deep")
+
+
+@pytest.mark.parametrize("body", ["{", "[]", '{"no_such_field": 1}', DEEP])
 def test_what_transformers_refuses_it_still_refuses(served: Served, body: str) -> None:
     with closing(post(served, body)) as connection:
-        assert connection.getresponse().status == 422
+        assert connection.getresponse().status in (400, 422)
 
 
 def test_the_other_endpoints_speculate_too(served: Served) -> None:

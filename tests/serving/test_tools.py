@@ -126,6 +126,13 @@ def test_what_cannot_be_called_is_a_bad_request(
         list(served.ask(stream=stream, extra_body={"tools": TOOLS, **fields}))
 
 
+def test_an_answer_that_ends_within_a_call_is_a_bad_request(served: Served) -> None:
+    from openai import BadRequestError
+
+    with pytest.raises(BadRequestError, match="ends within a tool's call: allow more tokens"):
+        served.ask(tools=TOOLS, tool_choice="required", max_tokens=12)
+
+
 def test_what_asks_for_no_call() -> None:
     for choice in (None, "auto", "none"):
         assert take_tools({"tools": TOOLS, "tool_choice": choice}) is None

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from lookahead_hf.stats import SourceStats, SpeculativeStats, joined
-from lookahead_hf.trace import MODEL, Trace, TraceNode, TraceRow, TraceStep
-from lookahead_hf.trace.text import pieces_of
+from lookahead_hf.trace import MODEL, Trace, TraceNode, TraceRow, TraceStep, pieces_of
 from tests.helpers.tiny_chat import byte_tokenizer
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"

@@ -8,10 +8,12 @@ import pytest
 import torch
 from transformers.generation import logits_process as hf
 
-from lookahead_hf.verification import batched_walk
+import lookahead_hf
+from lookahead_hf.verification import batched_walk, walk
 from tests.helpers.compared import compared
 from tests.helpers.models import characters, prompt
 from tests.helpers.random_calls import smallest
+from tests.helpers.requests import DRAFTED, alone, prompts, settings, speculated
 from tests.helpers.scripted import RandomTrees, right
 
 SETTINGS: list[dict[str, Any]] = [
@@ -83,3 +85,20 @@ def test_it_is_one_call_for_all_rows(together: None, rows_seen: list[int]) -> No
 def test_on_a_cpu_a_token_costs_its_own_row(rows: int, rows_seen: list[int]) -> None:
     compared(smallest("llama"), lambda: call(rows, **TOP_H), 12, RandomTrees(1))
     assert rows_seen == [rows] * 20 + [1] * 20 * rows
+
+
+def test_greedy_rows_of_a_queue_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three requests only the first tokens, which come one by one, are read one by one."""
+    model, seen = lookahead_hf.enable(smallest("llama")), list[int]()
+
+    def counted(logits: torch.Tensor) -> int:
+        seen.append(1)
+        return int(logits.argmax())
+
+    monkeypatch.setattr(walk, "reads_wait", lambda _: True)
+    monkeypatch.setattr(walk, "argmax", counted)
+    config, texts = settings(model), prompts(3)
+    found = model.generate_batch(texts, config, speculative=DRAFTED, max_slots=3).values()
+    assert [each.generated_tokens for each in found] == [alone(model, t, config) for t in texts]
+    speculated(found)
+    assert sum(seen) == 3

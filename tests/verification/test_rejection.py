@@ -61,14 +61,14 @@ def engine(
     silent = SimpleNamespace(
         return_dict_in_generate=False, **{f"output_{name}": False for name in names}
     )
-    rules = Rules(RowProcessors(hf.LogitsProcessorList(processors), num_rows), True, True)
+    processed = RowProcessors(hf.LogitsProcessorList(processors), num_rows)
     emitter = Emitter(
         RowStopping(criteria, num_rows),
         RequestedOutputs(silent, num_rows),
         ColumnStream(None, num_rows, None),
         torch.device("cpu"),
     )
-    return Rejection(rules, emitter)
+    return Rejection(Rules(processed, emitter, True, True))
 
 
 class MarkovDrafter(Drafter):

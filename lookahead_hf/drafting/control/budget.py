@@ -71,11 +71,8 @@ class Budget:
     ) -> None:
         """Budget one call with at most `max_nodes` per row.
 
-        Args:
-            size: "auto", or the number of nodes that every step drafts if it can.
-            runner: Runs the steps; its mode and its sizes may change from step to step.
-            placement: Whatever else changes the cost of a forward, such as the device.
-            num_new: Most tokens of each text; None if other texts take over finished rows.
+        `size` is "auto", or the number of nodes that every step drafts if it can. Texts have at
+        most `num_new` tokens; None if other texts take over finished rows.
         """
         self._fixed = None if size == "auto" else int(size)
         together = max(1, MOST_TOGETHER // max(1, rows.num_rows))
@@ -129,8 +126,7 @@ class Budget:
         most = float(left.max())
         is_last = np.exp((left - most) / (SPREAD * most + 1))
         is_last /= is_last.sum()
-        weights: np.ndarray = SAVED_SHARE * live.sum() * is_last
-        return weights
+        return SAVED_SHARE * live.sum() * is_last
 
     def _best_count(self, gain: np.ndarray, most: int) -> int:
         """Return the number of nodes, up to `most`, that brings the most tokens per second.

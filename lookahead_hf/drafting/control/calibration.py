@@ -47,12 +47,8 @@ class Calibration:
     `gained` counts this call alone, without forgetting.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[Drafter],
-        kept: np.ndarray | None = None,  # [2, buckets] float64
-    ) -> None:
-        """Start from the sources' priors and the counts of earlier calls."""
+    def __init__(self, sources: Sequence[Drafter], kept: np.ndarray | None = None) -> None:
+        """Start from the sources' priors and the counts that are kept of earlier calls."""
         self.bucket_starts = np.cumsum([0] + [s.num_buckets for s in sources], dtype=np.int64)
         priors = [np.asarray(source.prior(), np.float32) for source in sources]
         self._prior = np.concatenate([np.empty(0, np.float32), *priors])

@@ -37,11 +37,6 @@ class CostCurve:
     flat. The estimate is a low quantile of the latest durations, since disturbances only make steps
     longer, and at most that of a larger size. Unmeasured sizes follow the curve of a similar
     setting, or a line of slope `SLOPE` per row, scaled to the measured sizes around them.
-
-    Attributes:
-        num_observed: Number of measured steps.
-        greatest_size: The greatest size measured, here or in the similar setting.
-        is_kept: Whether an earlier process measured the setting.
     """
 
     def __init__(
@@ -52,18 +47,18 @@ class CostCurve:
         is_flat: bool = False,
     ) -> None:
         """Start from the curve of a similar setting, if there is one; see `CostModel.curve`."""
-        self.is_kept = False
+        self.is_kept = False  # whether an earlier process measured the setting
         self._is_stepped = sizes is not None
         self.sizes = sizes or (FLAT_SIZES if is_flat else SIZES)
         self._lock = threading.Lock()
         self._samples: dict[int, deque[float]] = {}
         self._counts: dict[int, int] = {}
         self._due: dict[int, int] = {}
-        self.num_observed = 0
+        self.num_observed = 0  # steps
         self._factors: dict[int, float] = {}  # estimate of a measured size over the assumed cost
         known = np.array(self.sizes)
         self._assumed = 1.0 + SLOPE * num_rows * known if like is None else like.seconds(known)
-        self.greatest_size: int = 0 if like is None else like.greatest_size
+        self.greatest_size: int = 0 if like is None else like.greatest_size  # that was measured
 
     def observe(self, size: int, seconds: float) -> None:
         exact, size = size, self.size_for(size)
@@ -106,8 +101,7 @@ class CostCurve:
         if self._is_stepped:  # what lies between two sizes is padded to the larger one
             places = np.searchsorted(self.sizes, sizes).clip(max=len(self.sizes) - 1)
             return np.asarray(estimates[places])
-        seconds: np.ndarray = np.interp(sizes, self.sizes, estimates)
-        return seconds
+        return np.interp(sizes, self.sizes, estimates)
 
     def optimistic_seconds(self, sizes: np.ndarray) -> np.ndarray:
         """Estimate the seconds of steps of these sizes, the first a plain step.
@@ -173,11 +167,8 @@ class CostModel:
         Lengths count by powers of two; a new length or mode starts from the nearest known one. So
         do rows in flat blocks, where a token costs much the same beside any number of rows.
 
-        Args:
-            placement: Whatever else changes the cost of a forward: device, dtype.
-            mode: How the runner runs its steps, which may change from step to step.
-            sizes: The node counts that drafts are padded to, from 0 on; None if they are not.
-            is_flat: Whether blocks are flat, and the curve counts the tokens of all rows.
+        The placement is whatever else changes the cost of a forward, such as the device; the mode,
+        how the runner runs its steps. Drafts may be padded to `sizes`, node counts from 0 on.
         """
         length = max(context_length, 1).bit_length()
         rows = (num_rows - 1).bit_length() if is_flat else num_rows
@@ -205,8 +196,7 @@ class _Setting(NamedTuple):
 
     def is_like(self, other: _Setting) -> bool:
         """Return whether the other setting's curve is a start for this one."""
-        is_same = self[:2] == other[:2]
-        return is_same and (self.is_flat or self.rows == other.rows)
+        return self[:2] == other[:2] and (self.is_flat or self.rows == other.rows)
 
     def distance(self, other: _Setting) -> tuple[bool, int, int]:
         rows, length = abs(self.rows - other.rows), abs(self.length - other.length)

@@ -191,15 +191,10 @@ def verified_contexts(
     their pair: its entry is as good, and searching logits is most of the drafting time of many rows
     on a CPU.
 
-    Args:
-        keys: Of the memory, [places, ways] int64.
-        last_two: Last two tokens of each row before the step, -1: none, [rows, 2] int64.
-        live: Rows whose text went on, [rows] bool.
-        below_rejected: Whether nodes with rejected parents count.
-
-    Returns:
-        The tokens `before` (-1: none) and `last`, and the `row` and `place` of their logits,
-            [nodes] each; the last node of each live row, [live rows]. All are int64.
+    `last_two` are the tokens of each row before the step, -1: none, [rows, 2] int64; with
+    `below_rejected`, nodes with rejected parents count. Returns the tokens `before` (-1: none) and
+    `last`, and the `row` and `place` of their logits, [nodes] each; and the last node of each live
+    row, [live rows]. All are int64.
     """
     most = len(token_ids) + len(live)
     before, last = np.empty(most, np.int64), np.empty(most, np.int64)
@@ -238,12 +233,10 @@ def verified_contexts(
 
 @jit
 def note_rejected(rows, emitted, tokens, probs, next_tokens, next_probs):
-    """Note the tokens that the target considered besides those it emitted.
+    """Write what the target considered besides the `emitted` tokens of `rows`, [noted] each.
 
-    Args:
-        rows, emitted: Rows and their last tokens, [noted] int64.
-        tokens, probs: Best tokens there, best first, -1: none, and probabilities, [noted, any].
-        next_tokens, next_probs: Those of all rows, [rows, most], written here.
+    `tokens` and `probs`, [noted, any], are its best ones there, best first, -1: none.
+    `next_tokens` and `next_probs`, [rows, most], are those of all rows.
     """
     for noted in range(len(rows)):
         row, count = rows[noted], 0

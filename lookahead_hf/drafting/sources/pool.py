@@ -99,9 +99,6 @@ class PoolDrafter(BuiltInDrafter):
         tree = DraftTree(offsets, ids, flat("parents", np.int32), flat("depth", np.int32), score)
         return tree.with_buckets(flat("bucket", np.int32))
 
-    def begin_row(self, rows: Rows, row: int) -> None:
-        """Do nothing: no state is kept of single rows."""
-
     def end_row(self, rows: Rows, row: int) -> None:
         if self._learn and rows.num_text[row]:
             text = rows.prompt_length(row)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lookahead_hf.kernels.cpu import fields, team
-from lookahead_hf.kernels.path_table import PathTable
+from lookahead_hf.kernels.data import PathTable
 from lookahead_hf.ngram_pool import compilation
 
 KINDS = (torch.bfloat16, torch.float32)

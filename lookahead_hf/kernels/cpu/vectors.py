@@ -218,8 +218,8 @@ def mix(num_queries: int, num_vectors: int, is_partial: bool = False) -> Any:
     return add_up
 
 
-def _reduced(combine: Any, start: float, widened: bool) -> Any:
-    """Make a function that combines `count` numbers."""
+def _reduced(combine: Any, start: float, fold: Any) -> Any:
+    """Make a function that combines `count` numbers in lanes, and folds the lanes."""
 
     @intrinsic
     def reduce(typing, address, count, kind):
@@ -247,13 +247,10 @@ def _reduced(combine: Any, start: float, widened: bool) -> Any:
                 size //= 2
                 low = shuffle(builder, folded, folded, list(range(size)))
                 high = shuffle(builder, folded, folded, list(range(size, 2 * size)))
-                folded = _folded(builder, combine, low, high)
+                folded = fold(builder, low, high)
             return builder.extract_element(folded, I32(0))
 
         return types.float32(types.int64, types.int64, kind), generate
-
-    def _folded(builder: Any, combine: Any, low: Any, high: Any) -> Any:
-        return builder.fadd(low, high) if widened else combine(builder, low, high)
 
     return reduce
 
@@ -275,14 +272,14 @@ def _larger(builder: Any, total: Any, numbers: Any) -> Any:
     return builder.select(builder.fcmp_ordered(">", numbers, total), numbers, total)
 
 
-sum_of = _reduced(_plus, 0.0, True)
+sum_of = _reduced(_plus, 0.0, _plus)
 """Add up numbers: `sum_of(address, count, kind)`."""
 
-sum_of_squares = _reduced(_plus_square, 0.0, True)
+sum_of_squares = _reduced(_plus_square, 0.0, _plus)
 """Add up the squares of numbers: `sum_of_squares(address, count, kind)`."""
 
-num_nan = _reduced(_plus_nan, 0.0, True)
+num_nan = _reduced(_plus_nan, 0.0, _plus)
 """Count NaN: `num_nan(address, count, kind)`."""
 
-largest_of = _reduced(_larger, float("-inf"), False)
+largest_of = _reduced(_larger, float("-inf"), _larger)
 """Find the largest number, NaN left out: `largest_of(address, count, kind)`."""

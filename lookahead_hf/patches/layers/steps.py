@@ -84,14 +84,14 @@ class CompiledSteps:
 
 def _refusal(model: nn.Module) -> str | None:
     """Return why a call cannot use the kernels, None if it can; start to compile them."""
-    kernels = compilation.of_kernels
+    drafting, kernels = compilation.of_process, compilation.of_kernels
     if is_compiled(model):
         return execution.BY_TORCH
     if not team.has_torchs_threads():
         return execution.NO_OPENMP
-    if kernels.compiled() or (compilation.ready() and kernels.ready()):  # after those of drafting
+    if kernels.compiled() or (drafting.ready() and kernels.ready()):  # after those of drafting
         return None
-    is_failed = not (compilation.available() and kernels.available())
+    is_failed = not (drafting.available() and kernels.available())
     return execution.NO_COMPILER if is_failed else execution.COMPILING
 
 

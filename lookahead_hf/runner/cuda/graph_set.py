@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from lookahead_hf.cache.columns import ColumnCache
@@ -20,8 +21,8 @@ from lookahead_hf.runner.cuda.state import MAX_WIDTH, StepState
 LEAST_VISIBLE = 512
 """Slots that the attention of the first graphs sees, doubled as the texts grow."""
 
-Run = Callable[[int, int], Captured]
-"""A step, given its width and the visible slots."""
+Step = tuple[int, int, bool]
+"""The width of a step, the visible slots, and whether the step decides, too."""
 
 _capturing = threading.Lock()
 """Held while steps are captured. torch allows one capture at a time in a process, during which
@@ -73,7 +74,7 @@ class GraphSet:
         stores: K and V of every layer, by groups of layers.
         tables: The same, for compaction.
         recorder: Captures the steps.
-        recordings: The captured steps, by width and visible slots.
+        recordings: The captured steps.
         refused: Reasons why steps of some widths cannot be captured.
         is_used: Whether a call replays; two replays must not overlap.
         reads_masks: Whether a layer reads its mask; None if unknown.
@@ -85,7 +86,7 @@ class GraphSet:
     stores: list[list[tuple[torch.Tensor, torch.Tensor]]]
     tables: list[PathTable]
     recorder: CudaRecorder
-    recordings: dict[tuple[int, int], Recording] = field(default_factory=dict)
+    recordings: dict[Step, Recording] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
     is_used: bool = False
     reads_masks: bool | None = None
@@ -103,13 +104,17 @@ class GraphSet:
         """
         return self.capacity if self.reads_masks is False else min(bucket(slots), self.capacity)
 
-    def try_masks(self, run: Callable[[int, int], bool]) -> None:
+    def try_masks(self, run: Callable[[int, int], bool], lengths: np.ndarray) -> None:
         """Find out by a step of one token per row whether a layer reads its mask, as `run` says.
+
+        Args:
+            run: Runs a step of a width, given the visible slots.
+            lengths: Tokens of each row in the cache, [rows].
 
         Raises:
             Uncapturable: The step fails.
         """
-        self.state.rehearse(1)
+        self.state.rehearse(1, lengths)
         try:
             with _capturing, torch.inference_mode(False), torch.no_grad():
                 self.reads_masks = run(1, self.capacity)
@@ -129,41 +134,32 @@ class GraphSet:
         room = room_of(group, self.capacity)
         group.move_to(self.stores[index], room, self.tables[index])
 
-    def capture(self, width: int, visible: int, run: Run) -> Recording:
-        """Record a step of so many tokens per row, in the memory pool of all graphs.
+    def capture(self, step: Step, run: Callable[[], Captured], lengths: np.ndarray) -> Recording:
+        """Record a step, for rows of these lengths, in the memory pool of all graphs.
 
         Raises:
             Uncapturable: The step cannot be captured.
         """
         with _capturing:
             try:
-                self._capture(width, visible, run)
+                self._capture(step, run, lengths)
             except Uncapturable:
                 raise
             except Exception as error:
                 raise Uncapturable.after(error) from error
-        return self.recordings[width, visible]
+        return self.recordings[step]
 
-    def _capture(self, width: int, visible: int, run: Run) -> None:
+    def _capture(self, step: Step, run: Callable[[], Captured], lengths: np.ndarray) -> None:
         """Try a step and record it; both write K and V only behind the lengths."""
-        lengths = self.state.lengths.clone()
-        self.state.rehearse(width)
-
-        def step() -> Captured:
-            self.state.lengths.copy_(lengths)
-            return run(width, visible)
-
-        try:
-            # Tensors of inference mode, torch's random state too, cannot be used outside of it.
-            with torch.inference_mode(False), torch.no_grad():
-                reason = self.recorder.try_out(step)
-                if reason is not None:
-                    error = Uncapturable(f"{execution.WAITS}: {reason}")
-                    error.of_width = width > 1
-                    raise error
-                self.recordings[width, visible] = self.recorder.record(lambda: run(width, visible))
-        finally:
-            self.state.lengths.copy_(lengths)
+        self.state.rehearse(step[0], lengths)
+        # Tensors of inference mode, torch's random state too, cannot be used outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            reason = self.recorder.try_out(run)
+            if reason is not None:
+                error = Uncapturable(f"{execution.WAITS}: {reason}")
+                error.of_width = step[0] > 1
+                raise error
+            self.recordings[step] = self.recorder.record(run)
 
     def retire(self) -> None:
         """Free all graphs, K and V."""

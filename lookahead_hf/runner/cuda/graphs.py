@@ -1,8 +1,8 @@
 """The graphs of a model: which ones it keeps, and which call uses which.
 
 A capture freezes adapters, training mode, the attention implementation and every number in Python.
-So a set of graphs belongs to one state of the model and to calls of one kind. Its K and V, lengths
-and drafts keep their addresses, and a later call of that kind moves in.
+So a set of graphs belongs to one state of the model and to calls of one kind. Its K and V, and the
+drafts, keep their addresses, and a later call of that kind moves in.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class ModelGraphs:
             Uncapturable: There is no set for this call.
         """
         key = (*kind, *_sizes(cache, state))
-        recorder = recorder_for(state.lengths.device)
+        recorder = recorder_for(state.pads.device)
         if recorder is None:
             raise Uncapturable(execution.NO_GRAPHS)
         with self._lock:
@@ -115,7 +115,7 @@ class ModelGraphs:
     ) -> None:
         """Retire the set that is outgrown, and the least recently used ones until there is room."""
         size = num_bytes(cache, capacity_for(slots))
-        limit = _limit(state.lengths.device, self.sets)
+        limit = _limit(state.pads.device, self.sets)
         if size > limit:
             raise Uncapturable(f"{execution.TOO_LARGE}: {size >> 20} MiB")
         stay = [each for each in self.sets if each is not outgrown]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from lookahead_hf.call import execution
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.model import compiled
+from lookahead_hf.patches.layers import CompiledSteps
 from lookahead_hf.patches.trust import ModelSnapshot
 from lookahead_hf.rows import Rows
+from lookahead_hf.runner import masks
 from lookahead_hf.runner.cuda import graphs
 from lookahead_hf.runner.cuda.ahead import compile_kernels
 from lookahead_hf.runner.cuda.capture import Captured, Recording
@@ -16,9 +19,8 @@ from lookahead_hf.runner.cuda.decision import Decision, OnDevice
 from lookahead_hf.runner.cuda.graph_set import GraphSet, Uncapturable, bucket
 from lookahead_hf.runner.cuda.state import MAX_WIDTH, StepState, pack
 from lookahead_hf.runner.cuda.step import StepFunction
-from lookahead_hf.runner.cuda.transfer import pinned
 from lookahead_hf.runner.host import Runner, node_counts
-from lookahead_hf.runner.layout import BlockShape
+from lookahead_hf.runner.layout import Beginning, BlockShape
 from lookahead_hf.runner.outputs import StepOutputs
 
 ALIGNED = 16
@@ -26,7 +28,11 @@ ALIGNED = 16
 
 
 class CudaRunner(Runner):
-    """Runs steps that stay on the device, from CUDA graphs where they can be captured."""
+    """Runs steps that stay on the device, from CUDA graphs where they can be captured.
+
+    Attributes:
+        decision: Who chooses the tokens, which a queue decides anew before each step.
+    """
 
     most_nodes = MAX_WIDTH - 1
 
@@ -49,31 +55,47 @@ class CudaRunner(Runner):
             cuda_graphs: As in `SpeculativeConfig`.
         """
         super().__init__(model, num_rows, shape)
-        self._decision = OnDevice() if decision is None else decision
+        self.decision: Decision = OnDevice() if decision is None else decision
         self._room, self._wanted = room, cuda_graphs
+        self._most = 0  # slots that the texts of a queue need
+        self._decides = self.decision.is_captured  # in the graphs of most steps
         self._set: GraphSet | None = None
         self._replays = True  # the latest step was replayed
         self.execution: str | None = execution.NOT_ASKED_FOR
         if self._creates:
             widths = self._widths if shape is None else (shape.width,)
-            compile_kernels(model, self._kinds, num_rows, widths, self._decision.draws)
+            compile_kernels(model, masks.of_model(model), num_rows, widths, self.decision.draws)
 
-    def _take_over(self, *args: Any, **kwargs: Any) -> None:
-        super()._take_over(*args, **kwargs)
-        self._state = StepState(self.cache, self._next_position)
+    def begin(self, beginning: Beginning) -> None:
+        super().begin(beginning)
+        self._prepare(beginning)
+
+    def _prepare(self, beginning: Beginning) -> None:
+        """Make the step, in a set of graphs if there is one for it."""
+        self._state = StepState(self.cache, beginning.next_position)
         if self._wanted is not False:
-            self._enter_graphs()
-        given = self._extras, self._kinds, self._mask_dict, self.by_kernel
-        self._function = StepFunction(self.model, self.cache, self._state, *given)
+            self._enter_graphs(beginning.passed)
+        self._function = StepFunction(self.model, beginning, self._state, self.by_kernel)
         # A call that ends with its first token has no step, and no position for one.
         tries = self._shape is None and self._room > 1
         if tries and self._set is not None and self._set.reads_masks is None:
             self._try_masks(self._set)
 
+    def make_room(self, num_tokens: int) -> None:
+        needed = num_tokens + MAX_WIDTH
+        self._most = max(self._most, bucket(needed))
+        if self._set is not None and needed > self._set.capacity:
+            self.renew(None)
+
+    def renew(self, steps: CompiledSteps | None) -> None:
+        self._leave_graphs()
+        if self.beginning is not None:
+            self._prepare(self.beginning)
+
     @property
     def mode(self) -> str:
         how = "device" if self._set is None or not self._replays else "graphs"
-        return how + self._decision.mode
+        return how + self.decision.mode
 
     @property
     def _creates(self) -> bool:
@@ -82,17 +104,17 @@ class CudaRunner(Runner):
             return self._room >= graphs.WORTHWHILE
         return bool(self._wanted)
 
-    def _enter_graphs(self) -> None:
+    def _enter_graphs(self, passed: dict[str, Any]) -> None:
         """Move into a set of the model's graphs, if it has one for the call or may make one."""
         self._snapshot = ModelSnapshot(self.model)
-        reasons = self._snapshot.blockers(self._extras)
+        reasons = self._snapshot.blockers(passed)
         if reasons:
             self.execution = reasons[0]
             return
         self._graphs = graphs.of_model(self.model)
-        extras = repr(sorted(self._extras.items()))
-        kind = self._snapshot.key, self._decision.is_captured, extras, self._shape is None
-        slots = self.cache.slots.longest + self._room + MAX_WIDTH
+        arguments = repr(sorted(passed.items()))
+        kind = self._snapshot.key, self._decides, arguments, self._shape is None
+        slots = max(self.cache.slots.longest + self._room + MAX_WIDTH, self._most)
         try:
             self._set = self._graphs.enter(kind, self.cache, self._state, slots, self._creates)
         except Uncapturable as error:
@@ -103,7 +125,7 @@ class CudaRunner(Runner):
     def _try_masks(self, used: GraphSet) -> None:
         """Find out whether a layer reads its mask; else one graph of a width serves all lengths."""
         try:
-            used.try_masks(self._function.try_masks)
+            used.try_masks(self._function.try_masks, self.cache.slots.lengths)
             # A forward may set attributes of its modules.
             self._snapshot = ModelSnapshot(self.model)
         except Uncapturable as error:
@@ -111,15 +133,14 @@ class CudaRunner(Runner):
 
     def launch(self, rows: Rows, draft: DraftTree) -> StepOutputs:
         """Launch a step, as `Runner.launch` does; nothing waits for the device."""
-        if not self._decision.keeps:
-            self.roll_back()  # to what the host has kept
         self._is_new = False
         width, visible = self._sizes(draft)
         self.num_fed += self.num_rows * width
+        self._share(self.num_rows * width, rows.live)
         recording = self._recording(width, visible)  # first: a capture writes to the draft
         self._state.load(pack(rows, draft, self.cache.slots.lengths, width), width)
         captured = self._replay_or_run(recording, width, visible)
-        return self._decision.outputs(self._function, rows, draft, width, captured)
+        return self.decision.outputs(self._function, rows, draft, width, captured)
 
     def _sizes(self, draft: DraftTree) -> tuple[int, int]:
         """Return the width of a draft's block and the visible slots, and make room for them."""
@@ -184,7 +205,6 @@ class CudaRunner(Runner):
             self.execution = execution.REPLAYED
             return recording.outputs
         self._replays, self.execution = False, execution.CHANGED
-        self._state.lengths.copy_(self._state.draft(width).kept)
         self._is_new = True  # the step is run twice
         return self._run(width, visible)
 
@@ -198,7 +218,7 @@ class CudaRunner(Runner):
         if width in self._set.refused:
             self.execution = self._set.refused[width]
             return None
-        found = self._set.recordings.get((width, visible))
+        found = self._set.recordings.get((width, visible, self.decision.is_captured))
         # While steps are replayed, the model is checked behind each launch.
         if (found is None or not self._replays) and not self._snapshot.is_current():
             self.execution = execution.CHANGED
@@ -206,14 +226,15 @@ class CudaRunner(Runner):
         return found or self._capture(width, visible)
 
     def _run(self, width: int, visible: int) -> Captured:
-        return self._decision.run(self._function, width, visible)
+        return self.decision.run(self._function, width, visible)
 
     def _capture(self, width: int, visible: int) -> Recording | None:
         """Capture a step; if that fails, return None and use no more graphs in this call."""
         assert self._set is not None
         self._is_new = True  # a capture takes longer than many steps
+        step, lengths = (width, visible, self.decision.is_captured), self.cache.slots.lengths
         try:
-            recording = self._set.capture(width, visible, self._run)
+            recording = self._set.capture(step, partial(self._run, width, visible), lengths)
         except Uncapturable as error:
             if error.of_width and self._shape is None:
                 self._set.refused[width] = self.execution = str(error)
@@ -237,11 +258,6 @@ class CudaRunner(Runner):
                 return
             slots = visible + 1
 
-    def roll_back(self) -> None:
-        """Keep nothing of the latest step, on the device either."""
-        lengths = pinned(self.cache.slots.lengths.copy(), self._state.lengths.device)
-        self._state.lengths.copy_(lengths, non_blocking=True)
-
     def _leave_graphs(self, error: Uncapturable | None = None) -> None:
         """Leave the graphs to other calls, or for good because of an error."""
         if error is not None:
@@ -255,5 +271,5 @@ class CudaRunner(Runner):
         self._leave_graphs()
 
     def _close_gaps(self, verdict: Verdict) -> None:
-        if not self._decision.keeps:
+        if not self.decision.keeps:
             super()._close_gaps(verdict)

@@ -1,4 +1,4 @@
-"""What a step reads and writes in place: lengths, positions and the draft, on the device."""
+"""What a step reads on the device: positions, and with its draft the lengths of rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class DraftViews(NamedTuple):
     bits: torch.Tensor  # bit j: node j is an ancestor of the node or itself, [rows, width]
     num_nodes: torch.Tensor  # drafted nodes, [rows]
     live: torch.Tensor  # 1 for rows whose text goes on, else 0, [rows]
-    kept: torch.Tensor  # tokens that the host counts in the cache, [rows]
+    lengths: torch.Tensor  # tokens of each row in the cache, [rows]
 
 
 def pack(rows: Rows, draft: DraftTree, lengths: np.ndarray, width: int) -> np.ndarray:
@@ -70,7 +70,7 @@ def _even(count: int) -> int:
     return count + count % 2
 
 
-_FIELDS = ("lengths", "prompt_lengths", "pads", "next_position")
+_FIELDS = ("prompt_lengths", "pads", "next_position")
 
 
 class GroupState:
@@ -105,11 +105,10 @@ class GroupState:
 
 
 class StepState:
-    """Tensors that a step reads and writes in place.
+    """Tensors that steps read, changed in place.
 
     Attributes:
-        lengths: Tokens of each row in the cache, [rows] int64; a step adds those that it keeps.
-        prompt_lengths: The same after the prompt, [rows] int64.
+        prompt_lengths: Tokens of each row in the cache after the prompt, [rows] int64.
         pads: Columns of the prompt that a row does not attend to, [rows] int64.
         next_position: Position of the token after the prompt, [..., rows, 1].
         groups: What the slots of each group of layers hold.
@@ -117,8 +116,7 @@ class StepState:
 
     def __init__(self, cache: ColumnCache, next_position: torch.Tensor) -> None:
         device = next_position.device
-        self.lengths = torch.from_numpy(cache.slots.lengths.copy()).to(device)
-        self.prompt_lengths = self.lengths.clone()
+        self.prompt_lengths = torch.from_numpy(cache.num_columns - cache.pads).to(device)
         self.pads = torch.from_numpy(np.array(cache.pads, np.int64)).to(device)
         self.next_position = next_position.clone()
         self.groups = [GroupState(self.pads) for _ in cache.slots.each_group()]
@@ -153,21 +151,22 @@ class StepState:
 
     def draft(self, width: int) -> DraftViews:
         """Return the draft of a step of this width."""
-        return DraftViews(*_views(self._draft(width), len(self.lengths), width))
+        return DraftViews(*_views(self._draft(width), len(self.pads), width))
 
     def load(self, packed: np.ndarray, width: int) -> None:
         """Copy a packed draft to the device without waiting."""
-        self._draft(width).copy_(pinned(packed, self.lengths.device), non_blocking=True)
+        self._draft(width).copy_(pinned(packed, self.pads.device), non_blocking=True)
 
-    def rehearse(self, width: int) -> None:
-        """Load a draft of this width without nodes, for rows that are all live."""
+    def rehearse(self, width: int, lengths: np.ndarray) -> None:
+        """Load a draft of this width without nodes, for rows of these lengths that are all live."""
         draft = self.draft(width)
-        for field, value in zip(draft, (0, -1, 0, 1, 0, 1, 0), strict=True):
+        for field, value in zip(draft, (0, -1, 0, 1, 0, 1), strict=False):
             field.fill_(value)
+        draft.lengths.copy_(torch.from_numpy(lengths))
         draft.bits.bitwise_left_shift_(torch.arange(width, device=draft.bits.device))
 
     def _draft(self, width: int) -> torch.Tensor:
         if width not in self._drafts:
             with torch.inference_mode(False):  # later calls write to it outside of that
-                self._drafts[width] = self.lengths.new_zeros(_size(len(self.lengths), width))
+                self._drafts[width] = self.pads.new_zeros(_size(len(self.pads), width))
         return self._drafts[width]

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 
 from lookahead_hf import compat, kernels
-from lookahead_hf.cache.columns import ColumnCache
 from lookahead_hf.cache.slots import SlotGroup
 from lookahead_hf.kernels import TreeWalk
 from lookahead_hf.model import compiled
@@ -19,6 +18,7 @@ from lookahead_hf.patches.lazy_mask import LazyMask
 from lookahead_hf.patches.tree_attention import BlockTree
 from lookahead_hf.runner import masks
 from lookahead_hf.runner.cuda.state import DraftViews, GroupState, StepState
+from lookahead_hf.runner.layout import Beginning
 from lookahead_hf.runner.masks import MaskKind
 from lookahead_hf.runner.passthrough_kwargs import widened
 
@@ -44,16 +44,14 @@ class StepFunction:
     def __init__(
         self,
         model: Any,
-        cache: ColumnCache,
+        beginning: Beginning,
         state: StepState,
-        extras: dict[str, Any],
-        kinds: list[MaskKind],
-        takes_dict: bool,
         by_kernel: Counter[bool] | None = None,
     ) -> None:
-        """`extras` is what plain passes with every forward; `by_kernel` as in `ForwardContext`."""
-        self._model, self._cache, self._state = model, cache, state
-        self._extras, self._kinds, self._takes_dict = extras, kinds, takes_dict
+        """`by_kernel`: as in `ForwardContext`."""
+        self._model, self._cache, self._state = model, beginning.cache, state
+        self._passed, self._kinds = beginning.passed, beginning.kinds
+        self._takes_dict = compat.takes_mask_dict(model)
         self._is_compiled, self._by_kernel = compiled.is_compiled(model), by_kernel
 
     def run(self, width: int, visible: int) -> tuple[Any, ...]:
@@ -79,14 +77,12 @@ class StepFunction:
             drafter reads them.
         """
         state, draft = self._state, self._state.draft(width)
-        # The host may have kept less of a text that has ended than the walk accepted.
-        state.lengths.copy_(torch.where(draft.live > 0, state.lengths, draft.kept))
-        fed = state.lengths - state.prompt_lengths
+        fed = draft.lengths - state.prompt_lengths
         fed = fed.minimum((fed * draft.live).max())  # an ended text may have filled a table
         held = self._hold(draft, visible)
         built = self._masks(draft, held)
         inputs = {
-            **widened(self._extras, width),
+            **widened(self._passed, width),
             "input_ids": draft.tokens,
             "position_ids": state.next_position + (fed[:, None] + draft.depth),
             "attention_mask": built if self._takes_dict else next(iter(built.values())),
@@ -95,7 +91,7 @@ class StepFunction:
         }
         experts = compat.set_up_for_step(self._model, len(draft.tokens), width)
         context = ForwardContext(self._trees(built, draft, held), by_kernel=self._by_kernel)
-        with experts, running(context, state.lengths.device):
+        with experts, running(context, draft.tokens.device):
             outputs = self._model(**inputs, return_dict=True)
         self.reads_masks = any(lazy_mask.made(mask) is not None for mask in built.values())
         return outputs.logits, compat.last_hidden_states(outputs)
@@ -117,25 +113,20 @@ class StepFunction:
         noise: torch.Tensor | None = None,  # [rows, depths, vocab]
         keep_scan: bool = False,
     ) -> TreeWalk:
-        """Walk down the tree, keep the accepted path in the cache, and add it to the lengths."""
-        state, draft = self._state, self._state.draft(width)
+        """Walk down the tree, and keep the accepted path in the cache."""
+        draft = self._state.draft(width)
         tree = draft.tokens, draft.parents, draft.num_nodes
         depth = None if noise is None else draft.depth
         done = kernels.verify_tree(scores, *tree, noise, depth, keep_scan=keep_scan)
         kept = done.num_accepted + 1
         for group, part in self._groups if width > 1 else ():
-            kernels.compact_path(group.path_table, self._lengths(group, part), done.path, kept)
-        state.lengths.add_(kept * draft.live)
+            lengths = _lengths(group, part, draft)
+            kernels.compact_path(group.path_table, lengths, done.path, kept)
         return done
 
     @property
     def _groups(self) -> list[tuple[SlotGroup, GroupState]]:
         return [*zip(self._cache.slots.each_group(), self._state.groups, strict=True)]
-
-    def _lengths(self, group: SlotGroup, part: GroupState) -> torch.Tensor:
-        """Return the used slots of each row in a group of layers, [rows]."""
-        lengths = self._state.lengths
-        return lengths if group.window is None else lengths - part.dropped
 
     def _hold(self, draft: DraftViews, visible: int) -> dict[str, Held]:
         """Place the block in every group of layers; return what they hold, by kind of mask."""
@@ -144,7 +135,7 @@ class StepFunction:
         row = torch.arange(rows, device=place.device)[:, None]
         found: dict[SlotGroup, Held] = {}
         for group, part in self._groups:
-            lengths, seen = self._lengths(group, part), min(visible, group.capacity)
+            lengths, seen = _lengths(group, part, draft), min(visible, group.capacity)
             flat = row * group.capacity + lengths[:, None] + place
             group.place_at(flat.reshape(-1), seen)
             pads = self._state.pads if group.window is None else self._state.pads + part.dropped
@@ -200,3 +191,8 @@ class StepFunction:
             columns = (held.lengths + held.pads)[:, None] + draft.depth, held.columns
         given = kind, seen, held.lengths, held.visible, columns, self._state.pads
         return masks.additive(*given, self._model.dtype)
+
+
+def _lengths(group: SlotGroup, part: GroupState, draft: DraftViews) -> torch.Tensor:
+    """Return the used slots of each row in a group of layers, [rows]."""
+    return draft.lengths if group.window is None else draft.lengths - part.dropped

@@ -12,12 +12,7 @@ from hypothesis import strategies as st
 
 from lookahead_hf.draft import DraftTree, Evidence, Verdict
 from lookahead_hf.drafting.control import _learning_numba
-from lookahead_hf.drafting.control.calibration import (
-    MEMORY,
-    PRIOR_WEIGHT,
-    Calibration,
-    KeptRates,
-)
+from lookahead_hf.drafting.control.calibration import MEMORY, PRIOR_WEIGHT, Calibration, KeptRates
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.user_drafter import Adapted

@@ -19,6 +19,7 @@ from lookahead_hf.drafting.sources.ngram import NgramDrafter
 from lookahead_hf.drafting.sources.pool import PoolDrafter, fingerprint, open_pool
 from lookahead_hf.ngram_pool import NgramPool
 from lookahead_hf.stats import SpeculativeStats
+from tests.helpers.calls import GREEDY
 from tests.helpers.compared import compared
 from tests.helpers.drafts import emit, paths, rows_of
 from tests.helpers.models import prompt, tiny
@@ -115,9 +116,6 @@ def test_a_file_is_opened_once_until_it_changes(tmp_path: Path) -> None:
     pool_of([1, 2, 3, 4]).save(path)
     assert len(open_pool(path)) == 4
     assert len(first) == 3
-
-
-GREEDY = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
 
 
 def generated(pool: Any) -> SpeculativeStats:

@@ -11,10 +11,7 @@ from hypothesis import strategies as st
 from lookahead_hf.draft import ROOT, DraftTree, Verdict
 from lookahead_hf.drafting.sources import _recycling_numba as compiled
 from lookahead_hf.drafting.sources.recycling import MANY_ROWS, RecyclingDrafter
-from lookahead_hf.drafting.sources.recycling_buckets import (
-    NEXT_START,
-    NUM_BUCKETS,
-)
+from lookahead_hf.drafting.sources.recycling_buckets import NEXT_START, NUM_BUCKETS
 from lookahead_hf.ngram_pool._logits_numba import find
 from lookahead_hf.ngram_pool.logits_memory import LogitsMemory
 from lookahead_hf.rows import Rows

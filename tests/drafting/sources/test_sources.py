@@ -18,13 +18,12 @@ from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
 from lookahead_hf.ngram_pool import NgramPool
+from tests.helpers.calls import GREEDY
 from tests.helpers.compared import compared, speculated
 from tests.helpers.drafts import rows_of
-from tests.helpers.models import VOCAB, characters, prompt, tiny
-from tests.helpers.unsure import unsure
+from tests.helpers.models import VOCAB, characters, prompt, tiny, unsure
+from tests.helpers.ngrams import pool_of
 from tests.helpers.users_parts import Unknown
-
-GREEDY = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
 
 
 def config_of(drafters: tuple[str, ...], **fields: Any) -> SpeculativeConfig:
@@ -51,15 +50,8 @@ def brought_along(names: Iterable[str], plain: torch.Tensor, columns: int) -> di
     return brought
 
 
-def pool_of(plain: torch.Tensor) -> NgramPool:
-    """What another request wrote: the first row's text but for its end."""
-    pool = NgramPool(max_tokens=10_000)
-    pool.add(plain[0, :-5].tolist())
-    return pool
-
-
 SOURCES = tuple(name for name in BUILT_IN_DRAFTERS if name != "mtp")
-"""All but those that need a checkpoint's heads."""
+"""All but the one that needs layers of a checkpoint."""
 
 ALONE = [(name,) for name in SOURCES]
 
@@ -77,7 +69,8 @@ def test_alone_and_together(names: tuple[str, ...], rows: int, do_sample: bool) 
     plain = model.generate(**call)
     state = torch.get_rng_state()
     brought = brought_along(names, plain, call["input_ids"].shape[1])
-    pool = pool_of(plain) if "pool" in names else None
+    # What another request wrote: the first row's text but for its end.
+    pool = pool_of(plain[0, :-5].tolist(), max_tokens=10_000) if "pool" in names else None
     torch.manual_seed(5)
     with lookahead_hf.enabled(model):
         ours = model.generate(**call, **brought, speculative=config_of(names, pool=pool))
@@ -96,10 +89,8 @@ def test_alone_and_together(names: tuple[str, ...], rows: int, do_sample: bool) 
 @pytest.mark.parametrize("name", SOURCES)
 def test_a_finished_row_gets_no_draft(name: str) -> None:
     text = [1, 2, 3, 1, 2, 3, 1, 2]
-    pool = NgramPool()
-    pool.add(text)
     request = Request(
-        SpeculativeConfig((name,), pool=pool),
+        SpeculativeConfig((name,), pool=pool_of(text)),
         assistant_model=tiny("llama"),
         prediction=[np.array([2, 3, 1, 2])],
     )
@@ -182,8 +173,7 @@ def test_what_follows_the_end_of_a_text_is_not_learned(engine: str, extra: dict[
 
 def test_a_pool_of_the_callers_joins_the_sources(tmp_path: Any) -> None:
     model, call = tiny("llama"), {"input_ids": prompt(), **GREEDY}
-    pool = NgramPool(max_tokens=10_000)
-    pool.add(model.generate(**call)[0].tolist())
+    pool = pool_of(model.generate(**call)[0].tolist())
     pool.save(tmp_path / "texts.pool")
     for given in (pool, tmp_path / "texts.pool", str(tmp_path / "texts.pool")):
         fields = {"drafters": ("ngram",), "pool": given}

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from transformers import AutoModelForCausalLM
-from transformers.distributed import DistributedConfig
 from transformers.integrations import HfDeepSpeedConfig
 
 import lookahead_hf
+from tests.helpers.distributed import ranks
 from tests.helpers.distributed.ranks import SAMPLED, SETTINGS, Found, compared, one_row, two_rows
 from tests.helpers.models import tiny
 
@@ -31,11 +29,7 @@ def calls(rank: int, folder: Path) -> Found:
     found: Found = {}
     for name in NAMES:
         for shared in ("tp_size", "fsdp_size"):
-            config = DistributedConfig(**{shared: 2})
-            path = folder / name
-            model: Any = AutoModelForCausalLM.from_pretrained(path, distributed_config=config)
-            model.eval().generation_config.eos_token_id = None
-            lookahead_hf.enable(model)
+            model = ranks.spread(folder / name, **{shared: 2})
             own = {"max_new_tokens": NEW[rank]} if shared == "fsdp_size" else {}
             found[f"{name}, {shared}"] = compared(model, **two_rows(), **{**SETTINGS, **own})
     return found

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import distributed, multiprocessing
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 
 import lookahead_hf
 from lookahead_hf import ngram_pool
@@ -34,17 +36,9 @@ Work = Callable[[int, Path], Found]
 
 
 def run_both(works: tuple[Work, ...], folder: Path) -> list[list[Found]]:
-    """Let two processes do some works one after the other.
+    """Let two processes do some works one after the other; return what each found in both.
 
-    Args:
-        works: What both do.
-        folder: Where results and models can be kept.
-
-    Returns:
-        What each work found in both processes.
-
-    Raises:
-        TimeoutError: They hang; they are ended.
+    If they hang, they are ended (TimeoutError).
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -73,8 +67,8 @@ def _process(rank: int, works: tuple[Work, ...], folder: Path, port: int) -> Non
     warnings.simplefilter("ignore")
     limit = datetime.timedelta(seconds=SECONDS / 2)
     distributed.init_process_group("gloo", rank=rank, world_size=2, timeout=limit)
-    if ngram_pool.available():
-        ngram_pool.compile_now()
+    if ngram_pool.of_process.available():
+        ngram_pool.of_process.compile_now()
     torch.save([work(rank, folder) for work in works], folder / f"{rank}.pt")
     distributed.barrier()
     distributed.destroy_process_group()
@@ -92,6 +86,14 @@ def compared(model: Any, *, speculative: Any = BUDGET, seed: int = 7, **settings
     return found
 
 
+def spread(path: Path, **shared: Any) -> Any:
+    """A saved model, spread over the processes by transformers and enabled."""
+    config = DistributedConfig(**shared)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, distributed_config=config).eval()
+    model.generation_config.eos_token_id = None
+    return lookahead_hf.enable(model)
+
+
 def values(output: Any) -> Any:
     """What `generate` returned, as plain values."""
     if isinstance(output, torch.Tensor):
@@ -104,9 +106,10 @@ def values(output: Any) -> Any:
     }
 
 
-def assert_speculated(stats: dict[str, Any]) -> None:
-    assert stats["fallback_reason"] is None
-    assert stats["num_accepted"] > 0
+def assert_speculated(found: Found) -> None:
+    """The call was speculated, and its texts are plain's."""
+    assert_same(found)
+    assert found["stats"]["fallback_reason"] is None and found["stats"]["num_accepted"] > 0
 
 
 def assert_same(found: Found) -> None:

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import distributed
 from torch.distributed.tensor import parallel
-from transformers import AutoModelForCausalLM
-from transformers.distributed import DistributedConfig
 from transformers.generation import BaseStreamer
 
 import lookahead_hf
@@ -28,6 +26,7 @@ from tests.helpers.distributed.ranks import (
     compared,
     of_whole_batch,
     one_row,
+    spread,
     two_rows,
     values,
 )
@@ -105,11 +104,7 @@ class GoesAway(BaseStreamer):
 
 def calls(rank: int, folder: Path) -> Found:
     """All calls, by name."""
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        folder / "model", distributed_config=DistributedConfig(tp_size=2, tp_plan="auto")
-    ).eval()
-    model.generation_config.eos_token_id = None
-    lookahead_hf.enable(model)
+    model = spread(folder / "model", tp_size=2, tp_plan="auto")
     lookahead_hf.warm_up(model, context_length=16, max_draft_nodes=1)
     found = {
         "greedy": compared(model, **one_row(), **SETTINGS),
@@ -136,6 +131,15 @@ def calls(rank: int, folder: Path) -> Found:
         "by torch": compared(parallelized(), **two_rows(), **SETTINGS),
     }
     return found
+
+
+def pipeline_calls(rank: int, folder: Path) -> Found:
+    """Calls of a model whose layers lie over two processes, by name."""
+    model, silent = spread(folder / "model", pp_size=2), {"on_fallback": "silent"}
+    return {
+        "greedy": compared(model, **one_row(), **SETTINGS, speculative=silent),
+        "sampled, two rows": compared(model, **two_rows(), **SAMPLED, speculative=silent),
+    }
 
 
 def apart(model: Any, rank: int) -> Found:

@@ -160,15 +160,6 @@ def compiling(patch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @contextmanager
-def on_a_default_device(patch: pytest.MonkeyPatch) -> Iterator[None]:
-    torch.set_default_device("cpu")
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
-
-
-@contextmanager
 def another_linear(patch: pytest.MonkeyPatch) -> Iterator[None]:
     linear = nn.functional.linear
     patch.setattr(nn.functional, "linear", lambda *args: linear(*args))
@@ -192,7 +183,6 @@ ONE_UNKNOWN = {"compiled": NUM_LAYERS - 1, "model": 1}
     ("around", "change", "reason", "layers"),
     [
         (None, None, None, ALL),
-        (on_a_default_device, None, None, ALL),
         (None, hooked, execution.HOOKS, BUT_ONE),
         (None, with_an_own_norm, execution.UNKNOWN, ONE_UNKNOWN),
         (autocast, None, execution.GRADIENTS, NONE),

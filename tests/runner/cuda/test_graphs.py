@@ -26,6 +26,7 @@ from lookahead_hf.rows import Rows
 from lookahead_hf.runner.cuda import graph_set, graphs
 from lookahead_hf.runner.cuda.runner import CudaRunner
 from lookahead_hf.runner.host import Runner
+from lookahead_hf.runner.prefill import start
 from tests.helpers.calls import GREEDY, padded
 from tests.helpers.compared import compared
 from tests.helpers.compiled import in_threads
@@ -164,7 +165,7 @@ def test_where_the_kernel_attends_one_graph_serves_all_lengths(
         stats = compare(model, padded("left"), do_sample=do_sample)
         (recorder,) = made
         (kept,) = graphs.of_model(model).sets
-        assert {*kept.recordings} <= {(width, 128) for width in graphs.WIDTHS}
+        assert {*kept.recordings} <= {(width, 128, not do_sample) for width in graphs.WIDTHS}
         compare(model, padded("holes"), max_new_tokens=20, do_sample=do_sample)
     assert stats.execution == "replayed"
     assert 1 < len(recorder.recordings) == len(kept.recordings)
@@ -180,7 +181,7 @@ def test_a_mask_that_a_layer_reads_has_no_more_slots_than_are_used(
     model = tiny("llama", num_hidden_layers=2)
     assert compare(model, padded("left")).execution == "replayed"
     (kept,) = graphs.of_model(model).sets
-    assert {visible for _, visible in kept.recordings} == {32, 64, 128}
+    assert {visible for _, visible, _ in kept.recordings} == {32, 64, 128}
     assert attends[False]
 
 
@@ -230,7 +231,7 @@ def test_longer_texts_show_more_slots(
     stats = compare(model := tiny("mistral"), padded("left"), max_new_tokens=70)
     assert stats.execution == "replayed"
     (kept,) = graphs.of_model(model).sets
-    assert {visible for _, visible in kept.recordings} == {32, 64, 128}
+    assert {visible for _, visible, _ in kept.recordings} == {32, 64, 128}
 
 
 def test_widths_that_nobody_asks_for_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +251,7 @@ def test_widths_that_nobody_asks_for_are_not_captured(monkeypatch: pytest.Monkey
             cuda_graphs=True,
         )
     (kept,) = graphs.of_model(model).sets
-    assert {width for width, _ in kept.recordings} == asked
+    assert {width for width, _, _ in kept.recordings} == asked
     assert len(asked) > 1 and max(asked) <= 16 < max(graphs.WIDTHS)
 
 
@@ -266,7 +267,7 @@ def test_steps_of_one_token_move_nothing(
     monkeypatch.setattr(kernels, "compact_path", noted)
     compare(model := small(), padded("left"))
     (kept,) = graphs.of_model(model).sets
-    assert {width for width, _ in kept.recordings} - widths == {1}
+    assert {width for width, _, _ in kept.recordings} - widths == {1}
 
 
 def test_steps_that_capture_tell_nothing_about_costs(
@@ -338,7 +339,7 @@ def test_a_width_that_waits_leaves_the_others_captured(
     compare(model, padded("left"))
     assert compare(model, padded("left")).num_steps > 2
     (kept,) = graphs.of_model(model).sets
-    assert {width for width, _ in kept.recordings} == {1, 16}
+    assert {width for width, _, _ in kept.recordings} == {1, 16}
     assert list(kept.refused) == [4]
 
 
@@ -383,7 +384,7 @@ def test_blocks_copy_no_experts(
     monkeypatch.setattr(type(model), "device", property(lambda _: torch.device("cuda")))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (gpu, 0))
     runner, texts = kind(model, rows), Rows(np.full((rows, 20), 5))
-    runner.start(prompt(rows, 20), DynamicCache(config=model.config))
+    start(runner, prompt(rows, 20), DynamicCache(config=model.config))
     for row in range(rows):
         texts.emit(row, 5)
     draft = DraftTree.from_chains([[list(range(5, 4 + width))]] * rows)

@@ -15,6 +15,7 @@ from lookahead_hf.patches import tree_attention
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.cuda import graph_set
 from lookahead_hf.runner.cuda.runner import CudaRunner
+from lookahead_hf.runner.prefill import start
 from tests.helpers.calls import GREEDY, padded
 from tests.helpers.device import TapeRecorder, taped
 from tests.helpers.models import prompt, tiny
@@ -89,7 +90,7 @@ def test_they_take_no_more_memory_than_plains(asked: bool, monkeypatch: pytest.M
         model(ids, past_key_values=plain)
         held = sum(layer.keys.nbytes + layer.values.nbytes for layer in plain.layers)
         runner, rows = CudaRunner(model, 1, room=64, cuda_graphs=asked), Rows(ids.numpy())
-        runner.start(ids, DynamicCache(config=model.config))
+        start(runner, ids, DynamicCache(config=model.config))
         rows.emit(0, 5)
         runner.launch(rows, DraftTree.empty(1))
         ours = sum(store.nbytes for g in runner.cache.slots.each_group() for store in g.stores)

@@ -14,6 +14,7 @@ from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.host import Runner
+from lookahead_hf.runner.prefill import prefill
 from lookahead_hf.support import checks
 from lookahead_hf.support.checks import Purpose
 
@@ -50,7 +51,7 @@ class AssistantModel:
         self._rows = Rows(ids, attended)
         self._runner = Runner(model, len(contexts))
         with torch.no_grad():
-            self._runner.prefill(prompt, model.generation_config, kwargs)
+            prefill(self._runner, prompt, model.generation_config, kwargs)
         self._chains: Sequence[Sequence[int]] = []
 
     def read(self, row: int) -> np.ndarray:

@@ -38,9 +38,12 @@ class Refinement:
         paths = np.append(tree.score[nodes], 1.0)  # the last one is the root's
         chances = paths[:-1] / paths[tree.parents[nodes]].clip(min=1e-9)
         self._chances: list[float] = chances.tolist()
-        offsets = evidence.offsets[nodes.start : nodes.stop + 1].tolist()
-        entries = list(zip(evidence.source.tolist(), evidence.bucket.tolist(), strict=True))
-        self.entries: list[list[Entry]] = [entries[a:b] for a, b in pairwise(offsets)]
+        offsets = evidence.offsets[nodes.start : nodes.stop + 1]
+        own = slice(offsets[0], offsets[-1])
+        of_row = evidence.source[own].tolist(), evidence.bucket[own].tolist()
+        entries = list(zip(*of_row, strict=True))
+        places = pairwise((offsets - offsets[0]).tolist())
+        self.entries: list[list[Entry]] = [entries[a:b] for a, b in places]
         self._given = len(self.tokens)
         self._children: dict[int, dict[int, int]] = {}
         for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):

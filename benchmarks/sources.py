@@ -1,0 +1,186 @@
+"""Time each source that a call must ask for, beside the default ones and what it would replace.
+
+Every call is run by all ways of its case, one after the other; the first way is plain `generate`.
+
+* pool: without and with a pool that starts empty and learns from each call. `rollouts` are eight
+  samples of one prompt, `turns` the second and third questions of a chat, `traffic` one user's
+  questions one after the other. `corpus` is code, with a pool of Python's own library.
+* assistant: `--assistant` beside transformers' `assistant_model=` with its default settings and
+  with chains of 4 tokens, and the default sources alone.
+
+A prediction has a benchmark of its own, prediction.py. `mtp` needs a checkpoint with such layers.
+
+    python benchmarks/sources.py --dtype bfloat16 pool
+    python benchmarks/sources.py --dtype bfloat16 --model MODEL --assistant SMALL assistant
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import common
+from results import print_lines
+
+import lookahead_hf
+from lookahead_hf import SpeculativeConfig
+from lookahead_hf.cli.env import machine
+from lookahead_hf.cli.measuring import PLAIN, Batch, Run, timed_call
+from lookahead_hf.cli.summary import summarize
+from lookahead_hf.ngram_pool import NgramPool
+
+DEFAULT = ("ngram", "recycling")
+FOLLOW_UPS = ("Say that again in three short sentences.", "Now give one more example of it.")
+SAMPLES = 8
+
+Ways = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model, and how its calls are made."""
+
+    model: Any
+    tokenizer: Any
+    arguments: argparse.Namespace
+    shared: dict[str, Any] = field(default_factory=dict)
+
+    def way(self, *drafters: str, **fields: Any) -> dict[str, Any]:
+        """Return the arguments of `generate` that draft from the default sources and others."""
+        named = {"drafters": (*DEFAULT, *drafters), "budget": self.arguments.budget}
+        return {"speculative": SpeculativeConfig(**(named | fields))}
+
+    def prompts(self, families: list[str] | None) -> Iterator[Batch]:
+        skip, count = self.arguments.skip, self.arguments.prompts_per_family
+        prompts = common.read_prompts(families)
+        return common.batches(self.tokenizer, prompts, slice(skip, skip + count), 1)
+
+    def run(self, batch: Batch, ways: Ways, seed: int = 0, **extra: Any) -> list[Run]:
+        """Call `generate` each way."""
+        runs = []
+        for name, way in ways.items():
+            call = timed_call(self.model, batch.inputs | self.shared | extra | way, seed)
+            if "speculative" in way:
+                assert call.stats is not None and call.stats.fallback_reason is None
+            runs.append(Run(batch.family, name, [call]))
+        return runs
+
+
+def pool(setting: Setting) -> Iterator[list[Run]]:
+    """Compare calls without a pool with calls that learn from those before them."""
+    for calls in (rollouts, turns, traffic):
+        yield from calls(setting)
+    corpus = python_sources(setting.tokenizer)
+    ways = {PLAIN: {}, "default": setting.way(), "default + pool": setting.way(pool=corpus)}
+    for batch in setting.prompts(["code"]):
+        yield setting.run(Batch("corpus", batch.indices, batch.inputs), ways)
+
+
+def learning(setting: Setting) -> Ways:
+    """Return the ways of calls whose pool starts empty."""
+    pooled = setting.way(pool=NgramPool(1_000_000), learn=True)
+    return {PLAIN: {}, "default": setting.way(), "default + pool": pooled}
+
+
+def rollouts(setting: Setting) -> Iterator[list[Run]]:
+    for batch in setting.prompts(["math_reasoning"]):
+        ways, batch = learning(setting), Batch("rollouts", batch.indices, batch.inputs)
+        for seed in range(SAMPLES):
+            yield setting.run(batch, ways, seed, do_sample=True, temperature=0.8, top_p=0.95)
+
+
+def turns(setting: Setting) -> Iterator[list[Run]]:
+    skip, count = setting.arguments.skip, setting.arguments.prompts_per_family
+    ways = learning(setting)
+    for at, question in enumerate(common.read_prompts(["chat"])["chat"][skip : skip + count]):
+        messages = [{"role": "user", "content": question}]
+        for number, follow_up in enumerate(("", *FOLLOW_UPS)):
+            messages += [{"role": "user", "content": follow_up}] if follow_up else []
+            encoded = setting.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+            runs = setting.run(Batch("turns", (at,), dict(encoded)), ways)
+            if number:
+                yield runs
+            answer = setting.tokenizer.decode(runs[0].call.rows[0], skip_special_tokens=True)
+            messages.append({"role": "assistant", "content": answer})
+
+
+def traffic(setting: Setting) -> Iterator[list[Run]]:
+    ways = learning(setting)
+    for batch in setting.prompts(None):
+        yield setting.run(Batch("traffic", batch.indices, batch.inputs), ways)
+
+
+def python_sources(tokenizer: Any, num_tokens: int = 1_000_000) -> NgramPool:
+    """Return a pool of Python's own library."""
+    found = NgramPool(num_tokens)
+    for path in sorted(Path(json.__file__).parents[1].glob("*.py")):
+        found.add(tokenizer(path.read_text(encoding="utf-8", errors="replace")).input_ids)
+    return found
+
+
+def assistant(setting: Setting) -> Iterator[list[Run]]:
+    """Compare an assistant with transformers' assisted generation."""
+    arguments = setting.arguments
+    small, tokenizer = common.load(arguments.assistant, arguments.dtype, arguments.device)
+    given: dict[str, Any] = {"assistant_model": small}
+    if tokenizer.get_vocab() != setting.tokenizer.get_vocab():
+        given |= {"tokenizer": setting.tokenizer, "assistant_tokenizer": tokenizer}
+    ways = {
+        PLAIN: {},
+        "transformers": given,
+        "transformers, 4 tokens": given
+        | {"num_assistant_tokens": 4, "num_assistant_tokens_schedule": "constant"},
+        "default": setting.way(),
+        "default + assistant": setting.way("assistant") | given,
+    }
+    for batch in setting.prompts(arguments.families or ["chat", "code", "summarization"]):
+        yield setting.run(batch, ways)
+
+
+CASES: dict[str, Callable[[Setting], Iterator[list[Run]]]] = {
+    "pool": pool,
+    "assistant": assistant,
+}
+
+
+def budget(text: str) -> str | int:
+    return text if text == "auto" else int(text)
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = common.model_parser(__doc__)
+    parser.add_argument("cases", nargs="+", choices=CASES)
+    parser.add_argument("--assistant", help="a folder or hub name (default: the demo's model)")
+    parser.add_argument("--budget", type=budget, default="auto", help="auto, or draft tokens")
+    parser.add_argument("--families", type=partial(str.split, sep=","), help="chat,code,...")
+    parser.add_argument("--prompts-per-family", type=common.positive, default=4)
+    parser.add_argument("--skip", type=int, default=0, help="leave out the first of each family")
+    parser.add_argument("--new-tokens", type=common.positive, default=128)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parse_arguments(argv)
+    model, tokenizer = common.load(arguments.model, arguments.dtype, arguments.device)
+    lookahead_hf.enable(model)
+    lookahead_hf.warm_up(model, context_length=300, seconds=None)
+    shared = {"max_new_tokens": arguments.new_tokens, "pad_token_id": tokenizer.pad_token_id}
+    setting = Setting(model, tokenizer, arguments, {"do_sample": False, **shared})
+    print(json.dumps(machine(model) | {"command": " ".join(sys.argv[1:])}))
+    for name in arguments.cases:
+        calls = list(CASES[name](setting))
+        print(f"\n{name}, {len(calls)} calls\n")
+        print_lines(summarize([run for runs in calls for run in runs]))
+
+
+if __name__ == "__main__":
+    main()
