@@ -61,7 +61,8 @@ machine() {
 import numba, numpy, torch, transformers, triton
 print(torch.__version__, triton.__version__, transformers.__version__, numba.__version__, numpy.__version__)
 print(numba.njit(lambda x: x + 1)(1), torch.cuda.is_available() and torch.cuda.get_device_name())
-import lookahead_hf.ngram_pool as pool, lookahead_hf.drafting.session
+from lookahead_hf.ngram_pool import of_process as pool
+import lookahead_hf.drafting.session
 pool.compile_now()
 print(pool.compiled())
 from lookahead_hf import kernels
