@@ -17,6 +17,7 @@ from lookahead_hf.cli.measuring import Batch, end_tokens
 __all__ = [
     "Batch",
     "batches",
+    "budget",
     "encode",
     "end_tokens",
     "load",
@@ -103,6 +104,11 @@ def positive(text: str) -> int:
     if count < 1:
         raise ValueError
     return count
+
+
+def budget(text: str) -> str | int:
+    """The number of draft tokens, or `auto`."""
+    return text if text == "auto" else int(text)
 
 
 def sampling(text: str) -> tuple[float, float]:

@@ -99,9 +99,9 @@ def turns(setting: Setting) -> Iterator[list[Run]]:
     skip, count = setting.arguments.skip, setting.arguments.prompts_per_family
     ways = learning(setting)
     for at, question in enumerate(common.read_prompts(["chat"])["chat"][skip : skip + count]):
-        messages = [{"role": "user", "content": question}]
-        for number, follow_up in enumerate(("", *FOLLOW_UPS)):
-            messages += [{"role": "user", "content": follow_up}] if follow_up else []
+        messages: list[dict[str, str]] = []
+        for number, asked in enumerate((question, *FOLLOW_UPS)):
+            messages.append({"role": "user", "content": asked})
             encoded = setting.tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
             )
@@ -151,16 +151,14 @@ CASES: dict[str, Callable[[Setting], Iterator[list[Run]]]] = {
 }
 
 
-def budget(text: str) -> str | int:
-    return text if text == "auto" else int(text)
-
-
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = common.model_parser(__doc__)
     parser.add_argument("cases", nargs="+", choices=CASES)
     parser.add_argument("--assistant", help="a folder or hub name (default: the demo's model)")
-    parser.add_argument("--budget", type=budget, default="auto", help="auto, or draft tokens")
+    parser.add_argument(
+        "--budget", type=common.budget, default="auto", help="auto, or draft tokens"
+    )
     parser.add_argument("--families", type=partial(str.split, sep=","), help="chat,code,...")
     parser.add_argument("--prompts-per-family", type=common.positive, default=4)
     parser.add_argument("--skip", type=int, default=0, help="leave out the first of each family")

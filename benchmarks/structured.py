@@ -145,7 +145,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--libraries", nargs="+", default=["xgrammar", "llguidance"])
     parser.add_argument("--cases", type=common.positive, default=20, help="the first N")
     parser.add_argument("--new-tokens", type=common.positive, default=112)
-    parser.add_argument("--budget", type=lambda text: text if text == "auto" else int(text))
+    parser.add_argument("--budget", type=common.budget)
     parser.set_defaults(budget=16)
     return parser.parse_args(argv)
 

@@ -9,14 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import StoppingCriteriaList, StopStringCriteria
 
 from lookahead_hf import compat
 from lookahead_hf.batching.log_probs import Found, KeptScores, Wanted
 from lookahead_hf.call import emitter, execution
 from lookahead_hf.call.outputs import RequestedOutputs
 from lookahead_hf.call.prepared import PreparedCall, Request
-from lookahead_hf.call.stopping import knows_criterion
+from lookahead_hf.call.stopping import knows_criterion, with_stop_strings
 from lookahead_hf.call.streaming import ColumnStream
 from lookahead_hf.compat.batching import RequestState
 from lookahead_hf.config import drafter_name
@@ -161,11 +160,8 @@ class Maker:
         if strings is None or tokenizer is None:
             return {}  # without a tokenizer `generate` raises its own error
         config.stop_strings = None
-        criteria = objects.get("stopping_criteria") or ()
-        criterion = StopStringCriteria(stop_strings=strings, tokenizer=tokenizer)
-        changed: dict[str, Any] = {
-            "stopping_criteria": StoppingCriteriaList([*criteria, criterion])
-        }
+        criteria = with_stop_strings(objects.get("stopping_criteria"), strings, tokenizer)
+        changed: dict[str, Any] = {"stopping_criteria": criteria}
         return changed if of_model is None else {**changed, "stop_strings": None}
 
     def call(self, job: Job) -> PreparedCall:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,20 @@ _KNOWN = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriter
 def knows_criterion(criterion: Any) -> bool:
     """Return whether a criterion's answer for a row depends on that row alone, without state."""
     return type(criterion) in _KNOWN
+
+
+def with_stop_strings(
+    criteria: Iterable[Any] | None, strings: Any, tokenizer: Any
+) -> StoppingCriteriaList:
+    """Return criteria of a caller with one for stop strings.
+
+    `generate` would build that one itself, but drops the tokenizer for decoding strategies. An
+    instance that the caller gave takes its place, as in plain generation.
+    """
+    given = list(criteria or ())
+    if not any(type(each) is StopStringCriteria for each in given):
+        given.append(StopStringCriteria(stop_strings=strings, tokenizer=tokenizer))
+    return StoppingCriteriaList(given)
 
 
 class RowStopping:

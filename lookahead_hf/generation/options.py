@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationMixin, StoppingCriteriaList, StopStringCriteria
+from transformers import GenerationMixin
 
 from lookahead_hf import compat
+from lookahead_hf.call.stopping import with_stop_strings
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.utils.spelling import nearest
@@ -174,11 +175,8 @@ class GenerateArguments:
         strings, tokenizer = self.setting("stop_strings"), self.given.get("tokenizer")
         if strings is None or tokenizer is None:
             return  # without a tokenizer `generate` raises its own error
-        criteria = list(passed.get("stopping_criteria") or ())
-        if not any(type(each) is StopStringCriteria for each in criteria):
-            # An instance that the caller gave replaces the one that `generate` would build.
-            criteria.append(StopStringCriteria(stop_strings=strings, tokenizer=tokenizer))
-        passed["stopping_criteria"] = StoppingCriteriaList(criteria)
+        criteria = with_stop_strings(passed.get("stopping_criteria"), strings, tokenizer)
+        passed["stopping_criteria"] = criteria
         passed.pop("stop_strings", None)
         config, of_model = self._generation_configs()
         if getattr(config, "stop_strings", None) is not None:

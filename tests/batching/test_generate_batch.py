@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
+from transformers import StoppingCriteriaList, StopStringCriteria
 
 import lookahead_hf
 from lookahead_hf.batching import scheduler
@@ -119,6 +120,26 @@ def test_stop_strings_end_texts(
     assert [output.generated_tokens for output in found.values()] == expected
     assert expected != longest
     speculated(found.values())
+
+
+def test_a_requests_own_stop_strings_come_first(model: Any) -> None:
+    """As in plain generation, where its criterion takes the place of the settings'."""
+    characters, (text,) = random_calls.tokenizer(), prompts(1)
+    tokens = alone(model, text, settings(model))
+    early, late = (characters.decode(tokens[at : at + 1]) for at in (2, 12))
+    config = settings(model, stop_strings=[early])
+    given = {"stopping_criteria": StoppingCriteriaList([StopStringCriteria(characters, [late])])}
+    manager = model.init_continuous_batching(
+        config, seeded(), speculative=DRAFTED, tokenizer=characters
+    )
+    manager.start()
+    try:
+        manager.add_request(text, **given)
+        output = manager.get_result(timeout=requests.WAIT)
+    finally:
+        manager.stop(hard_stop=True)
+    assert output.generated_tokens == alone(model, text, config, tokenizer=characters, **given)
+    speculated([output])
 
 
 def test_texts_with_seeds_of_their_own(model: Any) -> None:
