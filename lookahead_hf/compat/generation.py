@@ -109,14 +109,19 @@ def _groups_wait(model: Any) -> bool:
     return model.dtype != torch.bfloat16 or torch.cuda.get_device_capability(model.device)[0] < 9
 
 
-def _num_copied(model: Any, num_tokens: int) -> float:
-    """Return how often `num_tokens` tokens copy all experts; infinity if that is unknown."""
+def expert_counts(model: Any) -> tuple[int, int]:
+    """Return the experts of a layer and how many a token chooses, 0 where that is unknown."""
     config = text_config(model)
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     counts = (getattr(config, name, None) for name in names)
-    num_experts = next((count for count in counts if count), 0)
-    per_token = getattr(config, "num_experts_per_tok", None) or float("inf")
-    return num_tokens * per_token / num_experts if num_experts else float("inf")
+    count = next((count for count in counts if count), 0)
+    return count, getattr(config, "num_experts_per_tok", None) or 0
+
+
+def _num_copied(model: Any, num_tokens: int) -> float:
+    """Return how often `num_tokens` tokens copy all experts; infinity if that is unknown."""
+    count, per_token = expert_counts(model)
+    return num_tokens * per_token / count if count and per_token else float("inf")
 
 
 def _gathers_experts(model: Any) -> bool:

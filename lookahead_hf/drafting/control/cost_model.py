@@ -6,9 +6,12 @@ import math
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from lookahead_hf.model.experts import Experts
 
 SIZES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Draft nodes per row whose costs are told apart in padded blocks."""
@@ -36,7 +39,8 @@ class CostCurve:
     The size is the draft nodes per row if blocks are padded, and the tokens of all rows if they are
     flat. The estimate is a low quantile of the latest durations, since disturbances only make steps
     longer, and at most that of a larger size. Unmeasured sizes follow the curve of a similar
-    setting, or a line of slope `SLOPE` per row, scaled to the measured sizes around them.
+    setting, or a line of slope `SLOPE` per row, scaled to the measured sizes around them. In a
+    mixture of experts, each token wakes more of them: the line grows with the weights read.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class CostCurve:
         num_rows: int = 1,
         sizes: tuple[int, ...] | None = None,
         is_flat: bool = False,
+        experts: Experts | None = None,
     ) -> None:
         """Start from the curve of a similar setting, if there is one; see `CostModel.curve`."""
         self.is_kept = False  # whether an earlier process measured the setting
@@ -57,7 +62,12 @@ class CostCurve:
         self.num_observed = 0  # steps
         self._factors: dict[int, float] = {}  # estimate of a measured size over the assumed cost
         known = np.array(self.sizes)
-        self._assumed = 1.0 + SLOPE * num_rows * known if like is None else like.seconds(known)
+        if like is not None:
+            self._assumed = like.seconds(known)
+        else:
+            self._assumed = 1.0 + SLOPE * num_rows * known
+            if experts is not None:
+                self._assumed *= experts.growth(known if is_flat else num_rows * (1 + known))
         self.greatest_size: int = 0 if like is None else like.greatest_size  # that was measured
 
     def observe(self, size: int, seconds: float) -> None:
@@ -127,11 +137,15 @@ def _low_quantile(samples: Collection[float]) -> float:
 class CostModel:
     """The cost curves of one model, shared by all its calls."""
 
-    def __init__(self, capacity: int = 64, kept: Sequence[KeptCurve] = ()) -> None:
+    def __init__(
+        self, capacity: int = 64, kept: Sequence[KeptCurve] = (), experts: Experts | None = None
+    ) -> None:
         """Start from at most `capacity` curves that `kept` returned in an earlier process.
 
         The first step that is measured in a setting scales its whole curve to the present speed.
+        `experts` are those of the model, if it has some.
         """
+        self._experts = experts
         self._capacity = capacity
         self._lock = threading.Lock()
         self._curves: OrderedDict[_Setting, CostCurve] = OrderedDict()
@@ -177,7 +191,8 @@ class CostModel:
             if key not in self._curves:
                 nearest = min(filter(key.is_like, self._curves), key=key.distance, default=None)
                 like = None if nearest is None else self._curves[nearest]
-                self._curves[key] = CostCurve(like, 1 if is_flat else num_rows, sizes, is_flat)
+                slope_rows = 1 if is_flat else num_rows
+                self._curves[key] = CostCurve(like, slope_rows, sizes, is_flat, self._experts)
             self._curves.move_to_end(key)
             if len(self._curves) > self._capacity:
                 self._curves.popitem(last=False)
