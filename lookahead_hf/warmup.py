@@ -103,7 +103,7 @@ def warm_up(
     compiled = SpeculativeConfig(compiled_layers=compiled_layers).compiled_layers
     sizes = batch_size, context_length, max_draft_nodes, max_new_tokens
     with _Time(seconds, progress) as limit:
-        _warm_up(unwrap(model), *sizes, do_sample, compiled, limit)
+        _warm_up(unwrap(model), *sizes, do_sample, bool(compiled), limit)
 
 
 class _Time:

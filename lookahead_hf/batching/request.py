@@ -264,8 +264,9 @@ class Maker:
 
     def steps(self) -> CompiledSteps:
         """Return how steps run the layers on a CPU, from what is kept of the model now."""
-        is_wanted = self.request.config.compiled_layers
-        return CompiledSteps(self.model, None if is_wanted else execution.NOT_ASKED_FOR)
+        asked = self.request.config.compiled_layers
+        refusal = None if asked else execution.NOT_ASKED_FOR
+        return CompiledSteps(self.model, refusal, asked == "everywhere")
 
     def runner(self, num_rows: int, max_batch_tokens: int | None) -> Runner:
         """Return what runs the steps of the run."""

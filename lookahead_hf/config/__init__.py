@@ -39,7 +39,7 @@ CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "verification": ("exact", "rejection"),
         "draft_invariant": (True, False),
         "cuda_graphs": ("auto", True, False),
-        "compiled_layers": (True, False),
+        "compiled_layers": (True, False, "everywhere"),
         "learn": (True, False),
         "trace": (True, False),
         "on_fallback": ("warn", "error", "silent"),
@@ -71,7 +71,9 @@ class SpeculativeConfig:
         compiled_layers: Whether compiled kernels compute layers whose code they know, in steps on a
             CPU. They read the model's own weights. Their sums have an order of their own, the same
             in every block: float32 results agree with the model's up to rounding, and bfloat16
-            texts differ only at near ties.
+            texts differ only at near ties. "everywhere" waits until they are compiled, and lets
+            them read prompts, too: a greedy text then does not depend on the other texts of a
+            batch, on padding or on the number of threads, bit for bit.
         pool: The pool of the drafter "pool": an `NgramPool` or the path of one. A pool adds the
             drafter. If `drafters` names "pool" and this is None, the model keeps an empty pool.
         learn: Whether generated texts are added to the pool. The default is False, so that the
@@ -89,7 +91,7 @@ class SpeculativeConfig:
     verification: str = "exact"
     draft_invariant: bool = False
     cuda_graphs: str | bool = "auto"
-    compiled_layers: bool = True
+    compiled_layers: bool | str = True
     pool: Any = None
     learn: bool = False
     trace: bool = False

@@ -76,7 +76,8 @@ def assemble(call: PreparedCall) -> BatchSession:
     )
     stream = ColumnStream(request.streamer, call.num_rows, call.pad, stats.leave_out_streaming)
     verifier = choose_verifier(call, emitter.of_call(call, outputs, stream), processes)
-    is_flat = call.num_rows > 1 and shape is None and processes.is_alone and not outputs.observes
+    may_be_flat = call.num_rows > 1 or request.config.compiled_layers == "everywhere"
+    is_flat = may_be_flat and shape is None and processes.is_alone and not outputs.observes
     is_flat &= not isinstance(verifier, Lockstep)  # which shows finished rows to processors
     is_flat = is_flat and checks.takes_flat(model, position_ids, call.model_kwargs)
     runner = _runner(call, shape, verifier, processes, outputs, is_flat)
@@ -176,7 +177,8 @@ def _runner(
         )
     steps = None
     if call.input_ids.device.type == "cpu":
-        refusal = None if call.request.config.compiled_layers else execution.NOT_ASKED_FOR
+        asked = call.request.config.compiled_layers
+        refusal = None if asked else execution.NOT_ASKED_FOR
         refusal = refusal if processes.is_alone else execution.PROCESSES  # which must agree
-        steps = CompiledSteps(call.model, refusal)
+        steps = CompiledSteps(call.model, refusal, asked == "everywhere")
     return Runner(call.model, call.num_rows, shape, steps, is_flat)

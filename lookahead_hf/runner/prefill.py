@@ -11,7 +11,9 @@ import torch
 from lookahead_hf import compat
 from lookahead_hf.cache import hf_layers
 from lookahead_hf.cache.adopt import AdoptedCache
+from lookahead_hf.call import execution
 from lookahead_hf.draft import DraftTree
+from lookahead_hf.kernels.cpu.program import MOST_TOKENS
 from lookahead_hf.model import position_limits, prefix_tuning
 from lookahead_hf.runner import masks, passthrough_kwargs
 from lookahead_hf.runner.host import Runner
@@ -46,11 +48,15 @@ def prefill(
     assert position_ids is not None
     given = model_kwargs.get("past_key_values")
     facts = model, generation_config, model_kwargs
-    if runner.is_flat and attended is not None and _may_leave_padding(attended, *facts):
-        _take_over(runner, given, attended, position_ids, passed, is_fed=True)
-        outputs: Any = _read(runner, input_ids.numpy(), attended)
+    by_kernels = runner.steps is not None and runner.steps.reads_prompts
+    seen = np.ones(input_ids.shape, bool) if attended is None else attended
+    if runner.is_flat and (by_kernels or not seen.all()) and _may_be_fed(seen, *facts):
+        _take_over(runner, given, seen, position_ids, passed, is_fed=True)
+        outputs: Any = _read(runner, input_ids.numpy(), seen, by_kernels)
         before_steps()
         return outputs
+    if by_kernels and runner.steps is not None:
+        runner.steps.reasons.add(execution.PROMPT)
     before = 0 if given is None else int(given.get_seq_length())
     outputs = compat.prefill(model, input_ids, generation_config, model_kwargs)
     before_steps()
@@ -92,13 +98,24 @@ def start(
     _take_over(runner, outputs[names.cache], attended, position_ids, {})
 
 
-def _read(runner: Runner, ids: np.ndarray, attended: np.ndarray) -> StepOutputs:
+def _read(runner: Runner, ids: np.ndarray, attended: np.ndarray, by_kernels: bool) -> StepOutputs:
     """Read prompts, [rows, columns], without their pads, into an empty cache."""
     runner.cache.slots.reserve(int(attended.sum(1).max()))
     rows = [row[seen] for row, seen in zip(ids, attended, strict=True)]
-    step = runner.run(rows, DraftTree.empty(runner.num_rows), is_prompt=True)
-    runner.keep(np.ones(runner.num_rows, np.int64))
-    return StepOutputs(logits=step.logits)
+    nothing, each = DraftTree.empty(runner.num_rows), np.arange(runner.num_rows)
+    if not by_kernels:
+        step = runner.run(rows, nothing, is_prompt=True)
+        runner.keep(np.ones_like(each))
+        return StepOutputs(logits=step.logits)
+    logits = []
+    for row, tokens in enumerate(rows):
+        for first in range(0, len(tokens), MOST_TOKENS):
+            fed = [tokens[:0]] * runner.num_rows
+            fed[row] = tokens[first : first + MOST_TOKENS]
+            step = runner.run(fed, nothing)
+            runner.keep((each == row).astype(np.int64))
+        logits.append(step.logits[row])
+    return StepOutputs(logits=torch.stack(logits))
 
 
 def _take_over(
@@ -141,19 +158,19 @@ def _attended_columns(
     return np.pad(attended, ((0, 0), (num_virtual, 0)), constant_values=True)
 
 
-def _may_leave_padding(
+def _may_be_fed(
     attended: np.ndarray,  # [rows, columns] bool
     model: Any,
     generation_config: Any,
     model_kwargs: dict[str, Any],
 ) -> bool:
-    """Return whether prompts may be read in a flat block instead of a padded batch.
+    """Return whether prompts may be read in flat blocks instead of a padded batch.
 
     The block fills a cache of our own, which holds nothing for pads, so the caller must not see the
     cache. No window may be shorter than the prompt: it would move while the prompt is read.
     """
     cache: Any = model_kwargs.get("past_key_values")
-    if attended.all() or not attended[:, -1].all():
+    if not attended[:, -1].all():
         return False  # plain generation goes on from a pad at the end of a row
     if generation_config.return_dict_in_generate or compat.is_users_cache(cache):
         return False

@@ -16,8 +16,9 @@ from lookahead_hf.ngram_pool import compilation
 KINDS = (torch.bfloat16, torch.float32)
 """Dtypes that there are kernels for."""
 
-MOST_TOKENS = 128
-"""Most tokens of a block. Of a larger one, torch's products are as fast."""
+MOST_TOKENS = 512
+"""Most tokens of a block, which decides how large buffers are. At that width a model of 135M
+parameters takes 0.75 of its own code's time; one of 1.5B takes 0.93 at 256 tokens."""
 
 
 def functions() -> ModuleType:

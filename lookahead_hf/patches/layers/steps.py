@@ -29,17 +29,25 @@ class CompiledSteps:
             does not use the kernels.
         reasons: Why layers ran their own code so far, values of `execution`.
         was_timed: Whether the latest step ran several times, to find out which way is faster.
+        reads_prompts: Whether the kernels are to read prompts, too.
     """
 
     was_timed = False
 
-    def __init__(self, model: nn.Module, refusal: str | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, refusal: str | None = None, reads_prompts: bool = False
+    ) -> None:
         """Describe the model's layers, or those that have changed since the last call.
 
         Args:
             model: The target.
             refusal: Why the call does not use the kernels, None if it may.
+            reads_prompts: Whether the kernels are to read prompts, too. They are then compiled
+                first, if need be.
         """
+        self.reads_prompts = reads_prompts
+        if reads_prompts and refusal is None:
+            _compile()
         refusal = refusal or _refusal(model)
         self._layers = None if refusal else _kept(model)
         self.reasons = {refusal} if refusal else set[str]()
@@ -80,6 +88,15 @@ class CompiledSteps:
         """Note how many layers of the latest step ran in which way."""
         self.is_used = by_kernels > 0
         self.counts = {execution.COMPILED: by_kernels, execution.MODEL: by_own_code}
+
+
+def _compile() -> None:
+    """Compile the kernels now; if that fails, calls go on without them."""
+    try:
+        compilation.of_process.compile_now()
+        compilation.of_kernels.compile_now()
+    except Exception:
+        _logger.info("the kernels could not be compiled", exc_info=True)
 
 
 def _refusal(model: nn.Module) -> str | None:

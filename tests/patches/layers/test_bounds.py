@@ -13,7 +13,7 @@ from torch import nn
 
 from lookahead_hf.cache.slot_layer import Block
 from lookahead_hf.kernels.cpu import fields
-from lookahead_hf.kernels.cpu.program import Plan
+from lookahead_hf.kernels.cpu.program import MOST_TOKENS, Plan
 from lookahead_hf.patches.forward import ForwardContext
 from lookahead_hf.patches.layers.descriptions import of_layer, of_linear
 from lookahead_hf.patches.layers.plans import plan_of
@@ -176,7 +176,7 @@ def test_a_program_out_of_bounds_raises(
     with pytest.raises(IndexError, match="the address of stream"):
         room.run([unit], [(0, *given[1:])], 1, 0)
     with pytest.raises(IndexError, match="tokens"):
-        room.run([unit], [given], 129, 0)
+        room.run([unit], [given], MOST_TOKENS + 1, 0)
     monkeypatch.setattr(type(unit.program), "floats", lambda *_: 0)
     with pytest.raises(IndexError, match="scratch of operation 0"):
         room.run([unit], [given], 1, 0)
