@@ -47,7 +47,7 @@ def check_unit(room: Room, unit: Unit, num_tokens: int, floats: int) -> None:
     """Check the program of a unit, whose addresses are filled in."""
     own = unit.program
     memory: dict[int | str, torch.UntypedStorage] = {
-        at: weight.tensor.untyped_storage() for at, weight in enumerate(own.weights)
+        at: weight.untyped_storage() for at, weight in enumerate(own.weights)
     }
     memory |= {name: room._buffer(name, own).untyped_storage() for name in own.buffers}
     check_bounds(own, room._ops[unit.first : unit.first + len(own.ops)], memory, num_tokens, floats)

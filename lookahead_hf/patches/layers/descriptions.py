@@ -208,7 +208,7 @@ def _check_sizes(program: Program) -> None:
         needed = numbers_at(program.ops[op]).get(field)
         if isinstance(of, int):
             assert needed is not None
-            fits = offset + needed * program.dtype.itemsize <= program.weights[of].num_bytes
+            fits = offset + needed * program.dtype.itemsize <= program.weights[of].nbytes
         else:
             fits = needed is None or needed == of_token[of]
         if not fits:

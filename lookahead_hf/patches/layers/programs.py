@@ -16,33 +16,17 @@ from lookahead_hf.kernels.cpu.fields import bits
 from lookahead_hf.kernels.cpu.program import KINDS
 from lookahead_hf.patches.layers.code import NORM, is_known, is_own, own_names, unwrapped
 
+# Read by `map`, since every step asks for them of every parameter.
+_LAYOUT = operator.attrgetter("shape", "dtype", "is_cpu")
+_STRIDE, _IS_NEGATIVE = torch.Tensor.stride, torch.Tensor.is_neg
+_ADDRESS = torch.Tensor.data_ptr
+
 PIECE, LARGE_PIECE, LARGE = 32, 128, 8192
 """Outputs of a piece of a linear layer, and of one with more outputs than `LARGE`."""
 
 
 class Unknown(Exception):
     """There are no kernels for a layer; the message says why."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Weight:
-    """A parameter that operations read, as it was when the layer was described."""
-
-    tensor: torch.Tensor
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    num_bytes: int
-
-    def is_current(self) -> bool:
-        """Return whether the parameter is as it was described."""
-        tensor = self.tensor
-        return (
-            tensor.shape == self.shape
-            and tensor.stride() == self.stride
-            and tensor.dtype is self.dtype
-            and is_plain(tensor)
-        )
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -67,6 +51,8 @@ class Program:
     Attributes:
         ops: The constant fields of each operation.
         weights: The parameters.
+        layouts: Their shapes, dtypes and kinds of device, as they were described.
+        strides: Their strides.
         places: Fields that hold addresses.
         buffers: Numbers per token in each buffer of the layer.
         modules: The modules whose code the operations replace.
@@ -74,7 +60,8 @@ class Program:
         num_attributes: Number of these. A later one may hide a child or a method.
         kinds: Classes of the modules.
         hooks: Their dictionaries of hooks.
-        held: Mappings and keys in them that must still give `objects`.
+        held: Mappings that must still give `objects`.
+        names: The keys of these objects in the mappings.
         objects: These objects.
         shared: The same for classes and the files that define them, by mapping and key.
         dtype: Dtype of all parameters.
@@ -87,7 +74,9 @@ class Program:
     """
 
     ops: list[dict[int, int]] = field(default_factory=list)
-    weights: list[Weight] = field(default_factory=list)
+    weights: list[torch.Tensor] = field(default_factory=list)
+    layouts: list[tuple[Any, ...]] = field(default_factory=list)
+    strides: list[tuple[int, ...]] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
     buffers: dict[str, int] = field(default_factory=dict)
     modules: list[nn.Module] = field(default_factory=list)
@@ -95,7 +84,8 @@ class Program:
     num_attributes: int = 0
     kinds: list[Any] = field(default_factory=list)
     hooks: list[Any] = field(default_factory=list)
-    held: list[tuple[Any, str]] = field(default_factory=list)
+    held: list[dict[str, Any]] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
     objects: list[Any] = field(default_factory=list)
     shared: dict[tuple[int, str], tuple[Any, Any]] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
@@ -112,17 +102,22 @@ class Program:
 
     def is_changed(self) -> bool:
         """Return whether the modules are no longer as they were described."""
-        found = [mapping.get(name) for mapping, name in self.held]
+        weights = self.weights
         return not (
-            all(map(operator.is_, found, self.objects))
+            all(map(operator.is_, map(dict.get, self.held, self.names), self.objects))
             and sum(map(len, self.attributes)) == self.num_attributes
             and list(map(type, self.modules)) == self.kinds
-            and all(weight.is_current() for weight in self.weights)
+            and all(type(weight) is nn.Parameter for weight in weights)
+            and list(map(_LAYOUT, weights)) == self.layouts
+            and list(map(_STRIDE, weights)) == self.strides
+            and not any(map(_IS_NEGATIVE, weights))
+            and all(map(_ADDRESS, weights))
         )
 
     def hold(self, mapping: Any, name: str, known: Any) -> None:
         """Note that a mapping must keep this object."""
-        self.held.append((mapping, name))
+        self.held.append(mapping)
+        self.names.append(name)
         self.objects.append(known)
 
     def floats(self, num_tokens: int) -> int:
@@ -163,14 +158,15 @@ class Program:
             if name == "weight":
                 raise Unknown(f"{type(owner).__name__} has no weight of its own")
             return
-        known = [each for each in self.weights if each.tensor is tensor]
-        if not known:
+        numbers = [at for at, known in enumerate(self.weights) if known is tensor]
+        if not numbers:
             self._check(tensor)
-            size = tensor.numel() * tensor.element_size()
-            known = [Weight(tensor, tensor.shape, tensor.stride(), tensor.dtype, size)]
-            self.weights += known
+            numbers = [len(self.weights)]
+            self.weights.append(tensor)
+            self.layouts.append(_LAYOUT(tensor))
+            self.strides.append(tensor.stride())
         offset = row * tensor.stride(0) * tensor.element_size()
-        self.places.append(Place(op, place, self.weights.index(known[0]), offset))
+        self.places.append(Place(op, place, numbers[0], offset))
 
     def _check(self, tensor: torch.Tensor) -> None:
         if type(tensor) is not nn.Parameter:

@@ -85,10 +85,9 @@ class _Addresses:
     """The fields of units' operations that hold addresses of weights and arguments."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        known = [weight for unit in units for weight in unit.program.weights]
-        self._tensors = [weight.tensor for weight in known]
-        self._dtypes = [weight.dtype for weight in known]
-        self._sizes = np.array([weight.num_bytes for weight in known], np.int64)
+        self._tensors = [weight for unit in units for weight in unit.program.weights]
+        self._dtypes = [weight.dtype for weight in self._tensors]
+        self._sizes = np.array([weight.nbytes for weight in self._tensors], np.int64)
         weights, arguments = list[tuple[int, int, int]](), list[tuple[int, int]]()
         num_weights = 0
         for index, unit in enumerate(units):
@@ -110,10 +109,10 @@ class _Addresses:
         Raises:
             RuntimeError: It was freed, or another thread has changed a weight.
         """
-        memory = [tensor.untyped_storage() for tensor in self._tensors]
-        at = np.array([tensor.data_ptr() for tensor in self._tensors], np.int64)
-        starts = np.array([each.data_ptr() for each in memory], np.int64)
-        ends = starts + np.array([each.nbytes() for each in memory], np.int64)
+        memory = list(map(torch.Tensor.untyped_storage, self._tensors))
+        at = np.array(list(map(torch.Tensor.data_ptr, self._tensors)), np.int64)
+        starts = np.array(list(map(torch.UntypedStorage.data_ptr, memory)), np.int64)
+        ends = starts + np.array(list(map(torch.UntypedStorage.nbytes, memory)), np.int64)
         is_there = (starts > 0) & (starts <= at) & (at + self._sizes <= ends)
         if not is_there.all() or [tensor.dtype for tensor in self._tensors] != self._dtypes:
             raise RuntimeError("the memory of a weight was freed or changed within a forward")
