@@ -300,9 +300,14 @@ def set_default(model: Any, value: Any) -> None:
             removes the default.
 
     Raises:
-        ValueError: The value is unknown, or cannot be stored.
+        ValueError: The value is unknown or cannot be stored, or there is no generation config.
     """
     config = unwrap(model).generation_config
+    if config is None:
+        raise ValueError(
+            "the default is kept in the model's generation config, and this model has none: set "
+            "model.generation_config = transformers.GenerationConfig() first"
+        )
     if value is None:
         vars(config).pop("speculative", None)
         return

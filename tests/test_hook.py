@@ -265,6 +265,13 @@ def test_default_is_kept_by_save_pretrained(
     assert len(decoding.calls) == 1
 
 
+@pytest.mark.parametrize("value", [True, None])
+def test_a_default_needs_a_generation_config(model: Any, value: Any) -> None:
+    model.generation_config = None
+    with pytest.raises(ValueError, match=r"set model\.generation_config = .*GenerationConfig\(\)"):
+        lookahead_hf.set_default(model, value)
+
+
 def test_a_prediction_in_a_call_that_does_not_speculate_is_told(model: Any) -> None:
     lookahead_hf.enable(model)
     with pytest.raises(ValueError, match="pass speculative=True too"):

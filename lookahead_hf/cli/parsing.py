@@ -26,6 +26,7 @@ Run = Callable[[Arguments, Screen], None]
 DTYPES = click.Choice(["float32", "bfloat16", "float16"])
 POSITIVE = click.IntRange(min=1)
 THREADS = click.IntRange(1, 1024)  # with many more, torch ends the process
+SEEDS = click.IntRange(-(2**63), 2**63 - 1)  # `bench` adds to them; torch takes 64 bits
 TOP_P = click.FloatRange(min=0, min_open=True, max=1)
 
 VERSION = click.version_option(lookahead_hf.__version__, prog_name="lookahead-hf")
@@ -111,7 +112,7 @@ SAMPLING = _all_of(
         "--temperature", type=click.FloatRange(min=0), help="above 0 samples (default: greedy)"
     ),
     click.option("--top-p", type=TOP_P, help="sample from the likeliest tokens of this total"),
-    click.option("--seed", type=int, default=0, show_default=True, help="for sampling"),
+    click.option("--seed", type=SEEDS, default=0, show_default=True, help="for sampling"),
 )
 """Options of how to sample; `generation_arguments` reads them."""
 

@@ -102,6 +102,12 @@ def _check_types(path: str, body: Mapping[str, Any]) -> None:
         value = body.get(name)
         if value is not None and type(value) not in types:
             raise ValueError(f"{name}={value!r} is not understood: give {wanted}")
+    for tool in body.get("tools") or ():
+        if not isinstance(tool, Mapping):
+            raise ValueError(f"{tool!r} is no tool: give an object with type and function")
+    seed = body.get("seed")
+    if seed is not None and not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed={seed} is not served: give one of 64 bits")
     needed = _NEEDED.get(path)
     if needed is not None and not body.get(needed):
         raise ValueError(f"the request has no {needed}: give {TYPES[needed][1]}")

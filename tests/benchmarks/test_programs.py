@@ -13,9 +13,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numba
+import numpy
 import pytest
 import torch
+import transformers
+import triton
 
+from lookahead_hf import kernels
 from lookahead_hf.runner.cuda.capture import Recording
 from lookahead_hf.runner.cuda.graph_set import GraphSet
 from tests.helpers.benchmark_runs import ROOT, lines_of, run_program
@@ -149,6 +154,22 @@ def test_a_run_on_a_gpu_ends_in_time(run: str, tmp_path: Path) -> None:
             "attention_tests",
             "graphs_tests",
         }
+
+
+def test_a_run_on_a_gpu_begins_with_what_the_machine_has(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n[ "$1" != -c ] || exec {sys.executable} "$@"\n')  # no programs
+    python.chmod(0o755)
+    done = run_on_gpu("three", tmp_path / "results", PYTHON=str(python))
+    assert done.returncode == 0, done.stdout
+    with tarfile.open(tmp_path / "results" / "gpu_three.tar") as files:
+        said = files.extractfile("./versions.txt") or pytest.fail("no file")
+        versions, device, is_compiled, bonus, backend = said.read().decode().splitlines()[-5:]
+    modules = (torch, triton, transformers, numba, numpy)
+    assert versions.split() == [module.__version__ for module in modules]
+    # What numba compiles returns 2, and so does the verification of an empty draft.
+    assert device.startswith("2 ") and (is_compiled, bonus) == ("True", "2")
+    assert backend == kernels.backend(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 @pytest.mark.slow

@@ -35,6 +35,7 @@ def test_help_has_examples(command: str, run: Run) -> None:
         ("pool", "build|info|merge|check"),
         ("bench --rounds 0", "x>=1"),
         ("generate --threads 100000 Hello", "1<=x<=1024"),
+        (f"bench --seed {2**63}", "is not in the range -9223372036854775808<=x<="),
         ("generate --top-p 2 Hello", "0<x<=1"),
         (
             "generate --config fast Hello",

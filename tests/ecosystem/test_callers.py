@@ -58,13 +58,15 @@ def test_caller(caller: Caller, room: Room) -> None:
 def test_usage_counts_every_token(room: Room) -> None:
     for package in servers.NEEDS:
         pytest.importorskip(package)
-    with imported_auto():
+    with recorded() as records, imported_auto():
         _, finish, usage = servers.chat(room, SPECULATIVE)
         text, streamed_finish, streamed_usage = servers.chat_in_pieces(room, SPECULATIVE)
     assert usage["completion_tokens"] == callers.NEW_TOKENS
     assert [each["completion_tokens"] for each in streamed_usage] == [callers.NEW_TOKENS]
     assert finish == streamed_finish == "length"
     assert text
+    assert len(records) == 2
+    assert all(each.fallback_reason is None and each.num_accepted > 0 for each in records)
 
 
 def test_the_models_are_small_and_speculate(room: Room) -> None:

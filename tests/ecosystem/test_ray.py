@@ -126,19 +126,22 @@ def tokenizer_of(job: Job) -> Any:
 def test_prompts_of_every_kind(job: Job) -> None:
     said = [{"role": "user", "content": "abc abc"}]
     ids = tokenizer_of(job).apply_chat_template(said, return_dict=True)["input_ids"]
-    greedy = Job(job.model, 8, speculative=DRAFTED, generation={"do_sample": False})
+    greedy = Job(job.model, 16, speculative=DRAFTED, generation={"do_sample": False})
     (chat,) = greedy.run(ray.data.from_items([{"prompt": said}])).take_all()
     (tokens,) = greedy.run(ray.data.from_items([{"prompt": list(ids)}])).take_all()
     assert list(chat["output_token_ids"]) == list(tokens["output_token_ids"])
-    assert len(chat["output_token_ids"]) == 8
+    assert len(chat["output_token_ids"]) == 16
+    assert all(row["output_fallback"] is None for row in (chat, tokens))
+    assert all(row["output_num_accepted"] > 0 for row in (chat, tokens))
 
 
 def test_a_row_without_a_prompt_has_an_error_and_the_others_their_texts(job: Job) -> None:
     rows = [{"id": 0, "prompt": "abc"}, {"id": 1, "prompt": ""}, {"id": 2, "prompt": None}]
-    found = job.run(ray.data.from_items(rows)).take_all()
-    errors = {row["id"]: row["output_error"] for row in found}
-    assert errors[0] is None
-    assert all("a prompt is a list of one token id or more" in errors[each] for each in (1, 2))
+    found = {row["id"]: row for row in job.run(ray.data.from_items(rows)).take_all()}
+    assert found[0]["output_error"] is found[0]["output_fallback"] is None
+    assert len(found[0]["output_token_ids"]) == NEW_TOKENS
+    why = "a prompt must be a non-empty list of token ids"
+    assert all(why in found[each]["output_error"] for each in (1, 2))
 
 
 def test_a_fallback_is_told(job: Job) -> None:
