@@ -13,10 +13,11 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
 import lookahead_hf
+from lookahead_hf import SpeculativeConfig
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.rows import Rows
 from lookahead_hf.support.checks import ENCODER_DECODERS
-from tests.helpers.compared import compared, speculated
+from tests.helpers.compared import compared, left_to_plain, speculated
 from tests.helpers.encoder_decoder import GREEDY, SAMPLED, call, texts, tiny_pair
 from tests.helpers.models import prompt, tiny, unsure
 from tests.helpers.outputs import ALL, assert_close
@@ -37,9 +38,8 @@ def test_every_type_writes_plains_text(name: str) -> None:
 
 
 def test_prompts_that_an_attention_adds_are_left_to_plain() -> None:
-    model = lookahead_hf.enable(tiny_pair("mvp", use_prompt=True, prompt_length=6))
-    with pytest.warns(UserWarning, match="prompts that its attention adds"):
-        model.generate(**call(1), speculative=True)
+    model = tiny_pair("mvp", use_prompt=True, prompt_length=6)
+    left_to_plain(model, lambda: call(1, **GREEDY), "prompts that its attention adds")
 
 
 @pytest.mark.filterwarnings("ignore:You are calling .generate:UserWarning")  # older versions
@@ -109,30 +109,18 @@ def test_what_the_encoder_returned_may_be_given() -> None:
     with torch.no_grad():
         read = model.get_encoder()(ids, attention_mask=given["attention_mask"], return_dict=True)
     drafter = SeesSource([[]] * 3, empty)
-    config = lookahead_hf.SpeculativeConfig(drafters=(drafter, "ngram"), budget=16)
-    torch.manual_seed(7)
-    plain = model.generate(**given, encoder_outputs=read)
-    torch.manual_seed(7)
-    with lookahead_hf.enabled(model):
-        ours = model.generate(**given, encoder_outputs=read, speculative=config)
-    assert ours.tolist() == plain.tolist()
+    config = SpeculativeConfig(drafters=(drafter, "ngram"), budget=16)
+    compared(model, lambda: {**given, "encoder_outputs": read}, 1, config=config)
     assert drafter.seen is None  # ids that stand for nothing
-    speculated(model)
 
 
 @pytest.mark.parametrize("settings", [GREEDY, {**SAMPLED, "num_return_sequences": 2}])
 @pytest.mark.parametrize("name", ["t5", "bart"])
 def test_an_assistant_with_an_encoder(name: str, settings: dict[str, Any]) -> None:
     model = tiny_pair(name)
-    torch.manual_seed(7)
-    plain = model.generate(**call(3, **settings))
-    config = lookahead_hf.SpeculativeConfig(drafters=("assistant",), budget=16)
-    torch.manual_seed(7)
-    with lookahead_hf.enabled(model):
-        given = call(3, **settings, assistant_model=unsure(model, 0.05))
-        ours = model.generate(**given, speculative=config)
-    assert ours.tolist() == plain.tolist()
-    stats = speculated(model)
+    config = SpeculativeConfig(drafters=("assistant",), budget=16)
+    assistant = {"assistant_model": unsure(model, 0.05)}
+    stats = compared(model, lambda: call(3, **settings), 1, config=config, brought=assistant).stats
     assert stats.per_source["assistant"].accepted > 0
     if settings is GREEDY:
         assert stats.tokens_per_step > 2
@@ -162,7 +150,7 @@ class SeesSource(Scripted):
 
 def test_drafters_see_what_the_encoder_read_without_pads() -> None:
     model, drafter = tiny_pair("t5"), SeesSource([[]] * 4, empty)
-    config = lookahead_hf.SpeculativeConfig(drafters=(drafter,), budget=16)
+    config = SpeculativeConfig(drafters=(drafter,), budget=16)
     with lookahead_hf.enabled(model):
         model.generate(**call(2, **SAMPLED, num_return_sequences=2), speculative=config)
     read = texts(2)
@@ -199,7 +187,7 @@ def test_a_plain_call_of_another_thread_counts_as_before(name: str) -> None:
             return super().propose(rows, max_nodes)
 
     drafter = Interrupts([row[1:] for row in expected], right(3))
-    config = lookahead_hf.SpeculativeConfig(drafters=(drafter,), budget=16)
+    config = SpeculativeConfig(drafters=(drafter,), budget=16)
     with lookahead_hf.enabled(model):
         ours = model.generate(**call(2, **GREEDY), speculative=config).tolist()
     assert ours == got[0] == expected

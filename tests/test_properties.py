@@ -15,6 +15,7 @@ from transformers import EncoderDecoderCache, StaticCache
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
+from tests.helpers.compared import served
 from tests.helpers.fakes import Recorder
 from tests.helpers.models import prompt
 from tests.helpers.outputs import assert_close
@@ -77,6 +78,9 @@ ABOUT: dict[str, Callable[[RandomCall], bool]] = {
     "positions": lambda call: call.spacing > 0,
     "embeds": lambda call: call.embeds,
     "turns": lambda call: call.turns > 1,
+    "edited text": lambda call: "edits" in call.own,
+    "edited token": lambda call: call.stop is not None and call.stop[0] == "edits",
+    "allowed tokens": lambda call: "prefix_allowed_tokens" in call.settings,
 }
 """What must be among the calls that speculate."""
 
@@ -198,9 +202,7 @@ def last_columns(mask: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def count(model: Any, tally: Tally, call: RandomCall) -> None:
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None
-    assert stats.fallback_reason is None
+    stats = served(model)
     tally.num_accepted += stats.num_accepted
     tally.num_moved += stats.num_moved
     tally.engines[stats.engine] += 1

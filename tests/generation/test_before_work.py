@@ -13,6 +13,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 import lookahead_hf
 from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.support import checks
+from tests.helpers.compared import reason_of, served
 from tests.helpers.encoder_decoder import texts, tiny_pair
 from tests.helpers.fakes import Recorder
 from tests.helpers.models import prompt, tiny
@@ -78,7 +79,7 @@ def test_predictions_are_counted_before_the_encoder_runs(several: int) -> None:
             model.generate(**call, speculative=True, prediction=[[5], [6], [7]])
         assert runs == [0]
         model.generate(**call, speculative=True, prediction=[[5], [6]])
-    assert lookahead_hf.last_stats(model).fallback_reason is None
+    served(model)
 
 
 class OwnCache(DynamicCache):
@@ -133,9 +134,8 @@ def test_what_is_found_late_goes_on_from_where_it_is(
     assert streams[1].events == streams[0].events
     assert caught[0].filename == __file__
     assert runs == [1 if name == "bart" else SETTINGS["max_new_tokens"]]
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason == "cache"
-    assert ours.speculative_stats is stats
+    assert reason_of(model) == "cache"
+    assert ours.speculative_stats is lookahead_hf.last_stats(model)
 
 
 def test_with_an_assistant_plain_generate_drafts_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

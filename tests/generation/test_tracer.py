@@ -19,6 +19,7 @@ from lookahead_hf.generation.tracer import OTHER_PROCESS, Tracer
 from lookahead_hf.rows import Rows
 from lookahead_hf.trace import MODEL, Trace, TraceRow
 from lookahead_hf.trace.steps import PARTS
+from tests.helpers.compared import served, speculated
 from tests.helpers.device import on_device
 from tests.helpers.fakes import Recorder
 from tests.helpers.models import prompt, tiny
@@ -42,8 +43,8 @@ def test_the_tokens_of_a_trace_are_the_text(caplog: pytest.LogCaptureFixture) ->
             drafter = Scripted(continuations(plain, columns), RandomTrees(call.drafts))
             config = SpeculativeConfig((drafter,), budget=call.budget, trace=True)
             ours = generate(model, call, ids, streamer=Recorder(), speculative=config)
-            stats = lookahead_hf.last_stats(model)
-        assert ours is not None and stats is not None and stats.fallback_reason is None
+            stats = served(model)
+        assert ours is not None
         check(stats, continuations(ours, columns))
         seen["accepted"] += stats.num_accepted
         seen[str(stats.engine)] += 1
@@ -122,8 +123,8 @@ def test_the_device_engine_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
         drafter = Scripted(continuations(plain, 12), RandomTrees())
         config = SpeculativeConfig((drafter,), budget=8, trace=True)
         ours = model.generate(ids, **given, speculative=config)
-        stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.engine == "device" and stats.num_accepted > 0
+        stats = speculated(model)
+    assert stats.engine == "device"
     check(stats, continuations(ours, 12))
 
 
@@ -140,8 +141,7 @@ def test_a_fallback_has_a_trace_that_gives_the_reason(trace: bool) -> None:
 def test_without_the_option_there_is_no_trace() -> None:
     with lookahead_hf.enabled(tiny("llama")) as model:
         model.generate(prompt(), max_new_tokens=3, do_sample=False, speculative=True)
-        stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason is None
+        stats = served(model)
     assert stats.trace is None and stats.to_dict()["trace"] is None
 
 
