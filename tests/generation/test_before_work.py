@@ -14,7 +14,7 @@ import lookahead_hf
 from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.support import checks
 from tests.helpers.compared import reason_of, served
-from tests.helpers.encoder_decoder import texts, tiny_pair
+from tests.helpers.encoder_decoder import texts
 from tests.helpers.fakes import Recorder
 from tests.helpers.models import prompt, tiny
 from tests.helpers.speech import frames, tiny_whisper
@@ -39,7 +39,7 @@ def counted(module: Any) -> Iterator[list[int]]:
 
 
 def pair() -> tuple[Any, dict[str, Any], Any]:
-    model = tiny_pair("bart").double()
+    model = tiny("bart").double()
     return model, texts(2), model.get_encoder()
 
 
@@ -116,7 +116,7 @@ def refuses(*_: Any) -> None:
 def test_what_is_found_late_goes_on_from_where_it_is(
     name: str, do_sample: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny_pair("bart") if name == "bart" else tiny("llama")
+    model = tiny(name)
     inputs = texts(1) if name == "bart" else {"input_ids": prompt()}
     call = {**inputs, **SETTINGS, "do_sample": do_sample, "return_dict_in_generate": True}
     streams = Recorder(), Recorder()

@@ -129,20 +129,18 @@ def test_the_device_engine_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("trace", [True, False])
-def test_a_fallback_has_a_trace_that_gives_the_reason(trace: bool) -> None:
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_a_trace_is_kept_where_it_is_asked_for(trace: bool, num_beams: int) -> None:
+    """That of a fallback gives the reason alone."""
     config = SpeculativeConfig(trace=trace, on_fallback="silent")
     with lookahead_hf.enabled(tiny("llama")) as model:
-        model.generate(prompt(), num_beams=2, max_new_tokens=3, speculative=config)
-        stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason == "beams"
-    assert stats.trace == (Trace(fallback_reason="beams") if trace else None)
-
-
-def test_without_the_option_there_is_no_trace() -> None:
-    with lookahead_hf.enabled(tiny("llama")) as model:
-        model.generate(prompt(), max_new_tokens=3, do_sample=False, speculative=True)
-        stats = served(model)
-    assert stats.trace is None and stats.to_dict()["trace"] is None
+        model.generate(prompt(), num_beams=num_beams, max_new_tokens=3, speculative=config)
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and (stats.trace is not None) == trace
+    assert (stats.to_dict()["trace"] is not None) == trace
+    assert stats.fallback_reason == ("beams" if num_beams > 1 else None)
+    if trace and num_beams > 1:
+        assert stats.trace == Trace(fallback_reason="beams")
 
 
 def test_a_draft_of_another_process_has_no_sources() -> None:
