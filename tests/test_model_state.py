@@ -16,11 +16,6 @@ from tests.helpers.compared import served
 from tests.helpers.models import prompt, tiny
 
 
-@pytest.fixture
-def model() -> Any:
-    return tiny("llama")
-
-
 def is_kept(model: Any) -> bool:
     return state_of(model).get(CompiledLayers) is not None
 

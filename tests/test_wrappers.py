@@ -16,14 +16,9 @@ from lookahead_hf.utils.wrappers import unwrap
 from tests.helpers.calls import run
 from tests.helpers.compared import served
 from tests.helpers.fakes import PlainDecoding
-from tests.helpers.models import prompt, tiny
+from tests.helpers.models import prompt
 
 STOCK = GenerationMixin.generate
-
-
-@pytest.fixture
-def model() -> Any:
-    return tiny("llama")
 
 
 class Wrapper:
