@@ -17,7 +17,6 @@ from lookahead_hf.support import checks
 from lookahead_hf.support.checks import Purpose
 from tests.helpers.calls import run
 from tests.helpers.compared import reason_of
-from tests.helpers.encoder_decoder import tiny_pair
 from tests.helpers.fakes import PlainDecoding
 from tests.helpers.models import prompt, tiny
 
@@ -125,7 +124,7 @@ def test_gradient_checkpointing(model: Any, decoding: PlainDecoding) -> None:
 
 def test_encoder_decoder(decoding: PlainDecoding, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "ENCODER_DECODERS", checks.ENCODER_DECODERS - {"bart"})
-    model = lookahead_hf.enable(tiny_pair("bart"))
+    model = lookahead_hf.enable(tiny("bart"))
     expected = run(model)
     with pytest.warns(Warned, match="encoder_decoder"):
         assert torch.equal(run(model, speculative=True), expected)

@@ -95,4 +95,4 @@ def speculated(model: Any) -> lookahead_hf.SpeculativeStats:
 
 
 def _ids(output: Any) -> torch.Tensor:
-    return output if isinstance(output, torch.Tensor) else output.sequences
+    return output if isinstance(output, torch.Tensor) else output["sequences"]

@@ -13,7 +13,6 @@ from tests.helpers import replayed
 from tests.helpers.calls import GREEDY, compare, padded
 from tests.helpers.compared import left_to_plain
 from tests.helpers.device import TapeRecorder
-from tests.helpers.encoder_decoder import tiny_pair
 from tests.helpers.flash import with_flash
 from tests.helpers.models import prompt, tiny
 
@@ -67,7 +66,7 @@ def own_function(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def with_encoder(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Its cross-attention would get the mask of the encoder's columns beside a block of tokens."""
-    model = tiny_pair("bart")
+    model = tiny("bart")
     with_flash(model, NAMES[0], monkeypatch)
     return model
 
