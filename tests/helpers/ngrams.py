@@ -30,6 +30,14 @@ def pool_of(*texts: Any, **options: Any) -> NgramPool:
     return pool
 
 
+def paths(tree: Continuations) -> list[list[int]]:
+    """Path of every node, in the tree's order."""
+    found: list[list[int]] = []
+    for token, parent in zip(tree.token_ids.tolist(), tree.parents.tolist(), strict=True):
+        found.append([*(found[parent] if parent >= 0 else []), token])
+    return found
+
+
 def match_lengths(tree: Continuations) -> list[int]:
     """Shortest match length of each node's bucket."""
     return [LEVELS[bucket // (NUM_SHARES * NUM_TOTALS)] for bucket in tree.bucket.tolist()]

@@ -1,4 +1,4 @@
-"""The pool: the oracle, eviction, merging, threads, bad arguments."""
+"""The pool: hand cases, the oracle, eviction, merging, threads, bad arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lookahead_hf.ngram_pool import NgramPool
 from lookahead_hf.ngram_pool.matches import NUM_BUCKETS
 from lookahead_hf.ngram_pool.store import MOST_TOKENS
 from tests.helpers.compiled import in_threads
-from tests.helpers.ngrams import EVEN, assert_same_tree, match_lengths, pool_of
+from tests.helpers.ngrams import EVEN, assert_same_tree, match_lengths, paths, pool_of
 from tests.oracles import pool as oracle
 
 
@@ -29,6 +29,24 @@ def random_texts(num_texts: int, length: int, vocabulary: int, seed: int = 0) ->
     rng = np.random.default_rng(seed)
     for _ in range(num_texts):
         yield rng.zipf(1.3, length) % vocabulary
+
+
+def test_what_followed_in_another_text_is_found() -> None:
+    pool = pool_of([5, 6, 7, 8], [1, 2, 3])
+    tree = pool.grow([9, 5, 6], EVEN, 8)
+    assert paths(tree) == [[7], [7, 8]]
+    assert match_lengths(tree) == [2, 3]
+    assert tree.depth.tolist() == [1, 2]
+    assert len(pool) == 7
+    assert pool.info.num_texts == 2
+
+
+def test_no_match_goes_from_one_text_into_the_next() -> None:
+    pool = pool_of([1, 2], [3, 4])
+    assert paths(pool.grow([1], EVEN, 8)) == [[2]]
+    assert paths(pool.grow([2], EVEN, 8)) == []
+    assert paths(pool.grow([2, 3], EVEN, 8)) == [[4]]
+    assert match_lengths(pool.grow([2, 3], EVEN, 8)) == [1]
 
 
 alphabets = st.sampled_from((2, 3, 5, 9))

@@ -1,8 +1,9 @@
-"""The suffix index: the oracle, borders, growth."""
+"""The suffix index: hand cases, the oracle, borders, growth."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead_hf.ngram_pool import SuffixIndexes
-from lookahead_hf.ngram_pool.matches import BORDER, NUM_BUCKETS, Continuations
-from tests.helpers.ngrams import EVEN, assert_same_tree
+from lookahead_hf.ngram_pool.matches import BORDER, LEVELS, NUM_BUCKETS, Continuations, level_of
+from tests.helpers.ngrams import EVEN, assert_same_tree, match_lengths, paths
 from tests.oracles import suffix_index as oracle
 
 
@@ -24,10 +25,55 @@ class SuffixIndex(SuffixIndexes):
     def add(self, text: Sequence[int] | np.ndarray) -> None:
         self.extend(np.array([0, len(text)]), text)
 
-    def tree(self, rates: np.ndarray, max_nodes: int) -> Continuations:
-        offsets, *fields, score, bucket = self.grow(rates, max_nodes, np.ones(1, bool))
+    def tree(self, rates: np.ndarray, max_nodes: int, **options: float) -> Continuations:
+        offsets, *fields, score, bucket = self.grow(rates, max_nodes, np.ones(1, bool), **options)
         assert offsets.tolist() == [0, len(score)]
         return Continuations(score, *fields, bucket)
+
+
+def build(*texts: Any) -> SuffixIndex:
+    """An index of the last text, with a border behind each of the others."""
+    index = SuffixIndex()
+    for text in texts[:-1]:
+        index.add([*text, BORDER])
+    index.add(texts[-1])
+    return index
+
+
+def rates_by_length() -> np.ndarray:
+    """Rates that rise with the match length and the share."""
+    rates = np.empty((len(LEVELS), 4, 3), np.float32)
+    rates[:] = np.linspace(0.2, 0.9, len(LEVELS))[:, None, None]
+    return (rates * np.array([0.1, 0.3, 0.6, 1.0])[:, None]).ravel()
+
+
+def test_a_copy_is_followed_past_its_own_beginning() -> None:
+    tree = build([5, 6, 7, 8, 5, 6]).tree(rates_by_length(), 6, min_score=0.0)
+    assert paths(tree)[0] == [7]
+    assert [7, 8, 5, 6, 7, 8] in paths(tree)
+    assert match_lengths(tree)[0] == 2
+    assert tree.depth.tolist() == [len(path) for path in paths(tree)]
+
+
+def test_the_longest_match_decides_about_a_token() -> None:
+    # 3 followed "1 2" once and "9 1 2" once, 4 followed "1 2" twice.
+    text = [9, 1, 2, 3, 8, 1, 2, 4, 7, 1, 2, 4, 9, 1, 2]
+    tree = build(text).tree(EVEN, 64)
+    buckets = dict(zip(tree.token_ids[:2].tolist(), tree.bucket[:2].tolist(), strict=True))
+    # One match of three tokens; two of the three that have two tokens or more.
+    assert buckets == {
+        3: oracle.bucket_of(level_of(3), 1, 1),
+        4: oracle.bucket_of(level_of(2), 2, 3),
+    }
+    assert tree.parents[:3].tolist() == [-1, -1, 0]
+
+
+def test_matches_do_not_cross_a_border() -> None:
+    tree = build([1, 2, 3], [4, 7, 8], [7, 8, 1]).tree(EVEN, 8)
+    assert paths(tree) == [[2], [2, 3]]
+    assert match_lengths(tree)[0] == 1
+    # The only match of "7 8" ends where its text does.
+    assert paths(build([7, 8], [7, 8]).tree(EVEN, 8)) == []
 
 
 @pytest.mark.parametrize("limits", [(0, 8), (5, 4), (1, 33)])
@@ -88,6 +134,4 @@ def test_any_integer_array_may_be_indexed() -> None:
     read_only = text.copy()
     read_only.setflags(write=False)
     for ids in (text, text.astype(np.int32), np.repeat(text, 2)[::2], read_only, text.tolist()):
-        index = SuffixIndex()
-        index.add(ids)
-        assert index.tree(EVEN, 1).token_ids.tolist() == [7]
+        assert build(ids).tree(EVEN, 1).token_ids.tolist() == [7]
