@@ -1,4 +1,4 @@
-"""Caches that are left to plain; tests/test_properties.py has those that are not."""
+"""Caches by name and caches of the caller's: plain's text, and the object that plain leaves."""
 
 from __future__ import annotations
 
@@ -11,10 +11,79 @@ from transformers import DynamicCache, StaticCache
 
 import lookahead_hf
 from lookahead_hf.fallback import FallbackReason
+from tests.helpers.caches import assert_same_cache
+from tests.helpers.calls import compare, padded
+from tests.helpers.compared import compared
 from tests.helpers.models import prompt, tiny
+from tests.helpers.scripted import RandomTrees, continuations, scripted
 
 Warned = lookahead_hf.SpeculationFallbackWarning
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
+
+
+@pytest.mark.parametrize(
+    ("model_name", "name"),
+    [(model, "static") for model in ("llama", "mistral", "gemma3")]
+    + [("gemma3", name) for name in ("sliding_window", "hybrid", "hybrid_chunked", "dynamic")],
+)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_cache_by_name(model_name: str, name: str, rows: int) -> None:
+    compare(tiny(model_name), padded("left", rows), **GREEDY, cache_implementation=name)
+
+
+@pytest.mark.parametrize("model_name", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_turns_on_a_static_cache_of_the_callers(model_name: str, rows: int) -> None:
+    """Speculated and plain turns alternate on one object, whose tensors stay where they are."""
+    model, ids = tiny(model_name), prompt(rows, seed=2)
+    mask = torch.ones_like(ids)
+    if rows > 1:
+        mask[1, :5] = 0
+    caches = iter([StaticCache(config=model.config, max_cache_len=100) for _ in range(2)])
+    used: list[StaticCache] = []
+
+    def call() -> dict[str, Any]:
+        used.append(next(caches))
+        return {"input_ids": ids, "attention_mask": mask, "past_key_values": used[-1], **GREEDY}
+
+    text = compared(model, call, 12).ours
+    plain, ours = used
+    assert_same_static(ours, plain)
+    addresses = [layer.keys.data_ptr() for layer in ours.layers]
+    for turn in range(2):
+        ids = torch.cat([text, prompt(rows, 4, seed=3 + turn)], 1)
+        mask = torch.cat([mask, mask.new_ones(rows, ids.shape[1] - mask.shape[1])], 1)
+        caches = iter([plain, ours])
+        if turn == 0:
+            text = compared(model, call, ids.shape[1]).ours
+            assert_same_static(ours, plain)
+        else:
+            assert model.generate(**call()).tolist() == model.generate(**call()).tolist()
+    assert [layer.keys.data_ptr() for layer in ours.layers] == addresses
+
+
+def assert_same_static(ours: Any, plain: Any) -> None:
+    """Compare two static caches; the first row alone has no pads in any call of these tests."""
+    first = torch.zeros(len(ours.layers[0].keys), 200)
+    first[0] = 1
+    assert type(ours) is StaticCache
+    assert_same_cache(ours, plain, first)
+    for a, b in zip(ours.layers, plain.layers, strict=True):
+        assert int(a.cumulative_length) == int(b.cumulative_length) or a.is_sliding
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("num_new", [1, 2, 6, 40])
+def test_a_static_window_comes_back_whole(num_new: int, rows: int) -> None:
+    model, ids = tiny("mistral"), prompt(rows)
+    plain, ours = (StaticCache(config=model.config, max_cache_len=64) for _ in range(2))
+    call = {"attention_mask": torch.ones_like(ids), **GREEDY, "max_new_tokens": num_new}
+    text = model.generate(ids, past_key_values=plain, **call)
+    config = scripted(continuations(text, 12), RandomTrees())
+    with lookahead_hf.enabled(model):
+        got = model.generate(ids, past_key_values=ours, **call, speculative=config)
+    assert got.tolist() == text.tolist()
+    assert_same_static(ours, plain)
 
 
 def refused(model: Any, reason: FallbackReason, detail: str, **call: Any) -> None:
