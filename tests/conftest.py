@@ -22,6 +22,7 @@ if not torch.cuda.is_available():
 from tests.helpers.device import TapeRecorder, taped
 from tests.helpers.fakes import PlainDecoding
 from tests.helpers.llava import tiny_llava
+from tests.helpers.models import tiny
 from tests.helpers.replayed import WIDTHS
 
 torch.set_num_threads(1)
@@ -99,6 +100,12 @@ def decoding(monkeypatch: pytest.MonkeyPatch) -> PlainDecoding:
     fake = PlainDecoding()
     monkeypatch.setattr("lookahead_hf.generation.strategy.decode", fake)
     return fake
+
+
+@pytest.fixture
+def model() -> Any:
+    """A tiny Llama."""
+    return tiny("llama")
 
 
 @pytest.fixture

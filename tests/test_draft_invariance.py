@@ -10,7 +10,7 @@ import torch
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.drafting.session import INVARIANT_WIDTH
-from tests.helpers.compared import speculated
+from tests.helpers.compared import reason_of, served, speculated
 from tests.helpers.models import prompt, tiny
 from tests.helpers.real_texts import encode, load_real_model, texts
 from tests.helpers.scripted import RandomTrees, continuations, scripted
@@ -33,10 +33,7 @@ def generated(model: Any, fields: dict[str, Any], **kwargs: Any) -> tuple[list[l
     torch.manual_seed(3)
     config = SpeculativeConfig(draft_invariant=True, **fields)
     output = model.generate(**kwargs, speculative=config)
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None
-    assert stats.fallback_reason is None
-    return output.tolist(), stats.num_accepted
+    return output.tolist(), served(model).num_accepted
 
 
 def assert_one_text(model: Any, drafted: tuple[dict[str, Any], ...], **call: Any) -> None:
@@ -94,6 +91,4 @@ def test_a_mixture_of_experts_falls_back() -> None:
     config = SpeculativeConfig(draft_invariant=True, on_fallback="silent")
     with lookahead_hf.enabled(model):
         model.generate(prompt(), max_new_tokens=4, pad_token_id=0, speculative=config)
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None
-    assert stats.fallback_reason == "invariance"
+    assert reason_of(model) == "invariance"

@@ -13,11 +13,12 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
 import lookahead_hf
+from lookahead_hf import SpeculativeConfig
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.rows import Rows
 from lookahead_hf.support.checks import ENCODER_DECODERS
-from tests.helpers.compared import compared, speculated
-from tests.helpers.encoder_decoder import GREEDY, SAMPLED, call, texts, tiny_pair
+from tests.helpers.compared import compared, left_to_plain, speculated
+from tests.helpers.encoder_decoder import GREEDY, SAMPLED, call, texts
 from tests.helpers.models import prompt, tiny, unsure
 from tests.helpers.outputs import ALL, assert_close
 from tests.helpers.scripted import Scripted, empty, right
@@ -28,7 +29,7 @@ OF_ENCODER = ("encoder_hidden_states", "encoder_attentions")
 
 @pytest.mark.parametrize("name", sorted(ENCODER_DECODERS - {"florence2", "moonshine", "whisper"}))
 def test_every_type_writes_plains_text(name: str) -> None:
-    model = tiny_pair(name)
+    model = tiny(name)
     stats = compared(model, lambda: call(3, **SAMPLED), 1).stats
     assert stats.num_moved > 0
     in_lockstep = name == "blenderbot"  # its processor reads the texts of the encoder
@@ -37,15 +38,14 @@ def test_every_type_writes_plains_text(name: str) -> None:
 
 
 def test_prompts_that_an_attention_adds_are_left_to_plain() -> None:
-    model = lookahead_hf.enable(tiny_pair("mvp", use_prompt=True, prompt_length=6))
-    with pytest.warns(UserWarning, match="prompts that its attention adds"):
-        model.generate(**call(1), speculative=True)
+    model = tiny("mvp", use_prompt=True, prompt_length=6)
+    left_to_plain(model, lambda: call(1, **GREEDY), "prompts that its attention adds")
 
 
 @pytest.mark.filterwarnings("ignore:You are calling .generate:UserWarning")  # older versions
 @pytest.mark.parametrize("name", ["t5", "bart", "marian", "m2m_100"])
 def test_weights_that_are_elsewhere_between_forwards(name: str) -> None:
-    model = tiny_pair(name)
+    model = tiny(name)
     accelerate.cpu_offload(model, torch.device("cpu"), offload_buffers=True)
     assert all(parameter.is_meta for parameter in model.parameters())
     compared(model, lambda: call(3, **SAMPLED), 1)
@@ -60,7 +60,7 @@ def test_weights_that_are_elsewhere_between_forwards(name: str) -> None:
     ],
 )
 def test_settings(name: str, settings: dict[str, Any]) -> None:
-    compared(tiny_pair(name), lambda: {**call(2), **settings}, 1)
+    compared(tiny(name), lambda: {**call(2), **settings}, 1)
 
 
 @pytest.mark.parametrize("name", ["t5", "bart", "m2m_100"])
@@ -70,7 +70,7 @@ def test_a_decoder_prompt_with_pads(name: str) -> None:
         "decoder_attention_mask": torch.tensor([[1, 1, 1, 1], [0, 0, 0, 1], [0, 1, 0, 1]]),
     }
     returned = {"return_dict_in_generate": True, "output_scores": True}
-    both = compared(tiny_pair(name), lambda: call(3, **SAMPLED, **given, **returned), 4)
+    both = compared(tiny(name), lambda: call(3, **SAMPLED, **given, **returned), 4)
     assert_close(both.ours.scores, both.plain.scores)
 
 
@@ -80,7 +80,7 @@ def test_a_decoder_prompt_with_pads(name: str) -> None:
 )
 def test_states_and_attentions_of_every_token(name: str, attn: str, rows: int) -> None:
     ends = {**SAMPLED, "eos_token_id": [3, 4, 5, 6]}
-    both = compared(tiny_pair(name, attn), lambda: call(rows, **ends, **ALL), 1)
+    both = compared(tiny(name, attn), lambda: call(rows, **ends, **ALL), 1)
     assert type(both.ours) is type(both.plain)
     assert both.ours.keys() == both.plain.keys()
     for field in (*SEEN, *OF_ENCODER, "scores", "logits"):
@@ -91,7 +91,7 @@ def test_states_and_attentions_of_every_token(name: str, attn: str, rows: int) -
 
 
 def test_a_cache_of_the_callers_comes_back_filled() -> None:
-    model = tiny_pair("t5")
+    model = tiny("t5")
     caches: list[EncoderDecoderCache] = []
 
     def with_cache() -> dict[str, Any]:
@@ -104,35 +104,23 @@ def test_a_cache_of_the_callers_comes_back_filled() -> None:
 
 
 def test_what_the_encoder_returned_may_be_given() -> None:
-    model, given = tiny_pair("t5"), call(3, **SAMPLED)
+    model, given = tiny("t5"), call(3, **SAMPLED)
     ids = given.pop("input_ids")
     with torch.no_grad():
         read = model.get_encoder()(ids, attention_mask=given["attention_mask"], return_dict=True)
     drafter = SeesSource([[]] * 3, empty)
-    config = lookahead_hf.SpeculativeConfig(drafters=(drafter, "ngram"), budget=16)
-    torch.manual_seed(7)
-    plain = model.generate(**given, encoder_outputs=read)
-    torch.manual_seed(7)
-    with lookahead_hf.enabled(model):
-        ours = model.generate(**given, encoder_outputs=read, speculative=config)
-    assert ours.tolist() == plain.tolist()
+    config = SpeculativeConfig(drafters=(drafter, "ngram"), budget=16)
+    compared(model, lambda: {**given, "encoder_outputs": read}, 1, config=config)
     assert drafter.seen is None  # ids that stand for nothing
-    speculated(model)
 
 
 @pytest.mark.parametrize("settings", [GREEDY, {**SAMPLED, "num_return_sequences": 2}])
 @pytest.mark.parametrize("name", ["t5", "bart"])
 def test_an_assistant_with_an_encoder(name: str, settings: dict[str, Any]) -> None:
-    model = tiny_pair(name)
-    torch.manual_seed(7)
-    plain = model.generate(**call(3, **settings))
-    config = lookahead_hf.SpeculativeConfig(drafters=("assistant",), budget=16)
-    torch.manual_seed(7)
-    with lookahead_hf.enabled(model):
-        given = call(3, **settings, assistant_model=unsure(model, 0.05))
-        ours = model.generate(**given, speculative=config)
-    assert ours.tolist() == plain.tolist()
-    stats = speculated(model)
+    model = tiny(name)
+    config = SpeculativeConfig(drafters=("assistant",), budget=16)
+    assistant = {"assistant_model": unsure(model, 0.05)}
+    stats = compared(model, lambda: call(3, **settings), 1, config=config, brought=assistant).stats
     assert stats.per_source["assistant"].accepted > 0
     if settings is GREEDY:
         assert stats.tokens_per_step > 2
@@ -145,7 +133,7 @@ def test_an_assistant_with_an_encoder_has_nothing_to_read_without_one() -> None:
         lookahead_hf.enabled(model),
         pytest.warns(RuntimeWarning, match="cannot assist a decoder-only model"),
     ):
-        given = {"assistant_model": tiny_pair("t5"), "speculative": True}
+        given = {"assistant_model": tiny("t5"), "speculative": True}
         ours = model.generate(prompt(), max_new_tokens=10, do_sample=False, **given)
     assert ours.tolist() == plain.tolist()
 
@@ -161,8 +149,8 @@ class SeesSource(Scripted):
 
 
 def test_drafters_see_what_the_encoder_read_without_pads() -> None:
-    model, drafter = tiny_pair("t5"), SeesSource([[]] * 4, empty)
-    config = lookahead_hf.SpeculativeConfig(drafters=(drafter,), budget=16)
+    model, drafter = tiny("t5"), SeesSource([[]] * 4, empty)
+    config = SpeculativeConfig(drafters=(drafter,), budget=16)
     with lookahead_hf.enabled(model):
         model.generate(**call(2, **SAMPLED, num_return_sequences=2), speculative=config)
     read = texts(2)
@@ -173,7 +161,7 @@ def test_drafters_see_what_the_encoder_read_without_pads() -> None:
 
 @pytest.mark.parametrize("name", ["t5", "bart"])
 def test_the_model_is_left_as_it_was(name: str) -> None:
-    model = tiny_pair(name)
+    model = tiny(name)
     before = {id(module): dict(vars(module)) for module in model.modules()}
     compared(model, lambda: call(1, **SAMPLED), 1)
     for module in model.modules():
@@ -183,7 +171,7 @@ def test_the_model_is_left_as_it_was(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["t5", "bart"])
 def test_a_plain_call_of_another_thread_counts_as_before(name: str) -> None:
-    model = tiny_pair(name)
+    model = tiny(name)
     expected = model.generate(**call(2, **GREEDY)).tolist()
     got: list[Any] = []
 
@@ -199,7 +187,7 @@ def test_a_plain_call_of_another_thread_counts_as_before(name: str) -> None:
             return super().propose(rows, max_nodes)
 
     drafter = Interrupts([row[1:] for row in expected], right(3))
-    config = lookahead_hf.SpeculativeConfig(drafters=(drafter,), budget=16)
+    config = SpeculativeConfig(drafters=(drafter,), budget=16)
     with lookahead_hf.enabled(model):
         ours = model.generate(**call(2, **GREEDY), speculative=config).tolist()
     assert ours == got[0] == expected

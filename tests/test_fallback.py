@@ -16,7 +16,7 @@ from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.support import checks
 from lookahead_hf.support.checks import Purpose
 from tests.helpers.calls import run
-from tests.helpers.encoder_decoder import tiny_pair
+from tests.helpers.compared import reason_of
 from tests.helpers.fakes import PlainDecoding
 from tests.helpers.models import prompt, tiny
 
@@ -44,10 +44,9 @@ def test_settings_that_are_not_served(
     torch.manual_seed(0)
     with pytest.warns(Warned, match=rf"LlamaForCausalLM runs plain generate: .*\[{reason}\]"):
         got = run(model, **settings, speculative=True)
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason == reason
+    assert reason_of(model) == reason
     if "return_dict_in_generate" in settings:
-        assert got.speculative_stats is stats
+        assert got.speculative_stats is lookahead_hf.last_stats(model)
         assert got.keys() == expected.keys()
         got, expected = got.sequences, expected.sequences
     assert torch.equal(got, expected)
@@ -125,7 +124,7 @@ def test_gradient_checkpointing(model: Any, decoding: PlainDecoding) -> None:
 
 def test_encoder_decoder(decoding: PlainDecoding, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "ENCODER_DECODERS", checks.ENCODER_DECODERS - {"bart"})
-    model = lookahead_hf.enable(tiny_pair("bart"))
+    model = lookahead_hf.enable(tiny("bart"))
     expected = run(model)
     with pytest.warns(Warned, match="encoder_decoder"):
         assert torch.equal(run(model, speculative=True), expected)
@@ -165,8 +164,7 @@ def test_one_warning_per_model_and_reason(model: Any) -> None:
 
 def test_silent_and_error(model: Any) -> None:
     run(model, num_beams=2, speculative={"on_fallback": "silent"})
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason == "beams"
+    assert reason_of(model) == "beams"
     with pytest.raises(lookahead_hf.SpeculationFallbackError, match=r"beams.*pass num_beams=1"):
         run(model, num_beams=2, speculative={"on_fallback": "error"})
 

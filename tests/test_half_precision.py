@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.cli.measuring import end_tokens, until_end
 from lookahead_hf.cli.near_ties import Parting, describe, find_partings
+from tests.helpers.compared import served
 from tests.helpers.real_texts import encode, load_real_model, texts
 
 SEED = 3
@@ -57,8 +57,7 @@ def assert_near_ties(
         plain, ours = written(model, call, False), []
         for mode in modes:
             ours.append(written(model, call, SpeculativeConfig(budget=16, **MODES[mode])))
-            stats = lookahead_hf.last_stats(model)
-            assert stats is not None and stats.fallback_reason is None
+            stats = served(model)
             assert (stats.execution == "compiled") == ("compiled" in mode)
             accepted[mode] += stats.num_accepted
         partings = find_partings(model, call, plain, ours, SEED)

@@ -21,6 +21,7 @@ from lookahead_hf import SpeculativeConfig
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.model_state import state_of
 from lookahead_hf.rows import Rows
+from tests.helpers.compared import served
 from tests.helpers.device import TapeRecorder
 from tests.helpers.models import prompt, tiny
 from tests.helpers.requests import DRAFTED, WAIT, prompts, running, settings
@@ -168,7 +169,7 @@ def test_a_call(calls: Calls, compiled: bool) -> None:
     for rows in (1, 2):
         streamed = {"streamer": Hearing(calls)} if rows == 1 else {}
         model.generate(prompt(rows), **call, **callers(calls), **streamed, speculative=config)
-        assert lookahead_hf.last_stats(model).fallback_reason is None  # type: ignore[union-attr]
+        served(model)
     lookahead_hf.warm_up(model, context_length=20, max_draft_nodes=4)
     kinds = {"processor", "criterion", "prefix", "streamer", "propose", "on_stats"}
     assert kinds <= calls.counts.keys()
@@ -180,7 +181,7 @@ def test_hooks_of_a_model(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None
     model.model.layers[1].register_forward_hook(calls.noting("hook"))
     for rows in (1, 2):
         model.generate(prompt(rows), max_new_tokens=8, pad_token_id=0, speculative=DRAFTED)
-        assert lookahead_hf.last_stats(model).fallback_reason is None  # type: ignore[union-attr]
+        served(model)
     lookahead_hf.warm_up(model, context_length=20, max_draft_nodes=4)
     assert calls.counts["hook"] > 20
 

@@ -12,12 +12,8 @@ import pytest
 import lookahead_hf
 from lookahead_hf.model_state import state_of
 from lookahead_hf.patches.layers.compiled import CompiledLayers
+from tests.helpers.compared import served
 from tests.helpers.models import prompt, tiny
-
-
-@pytest.fixture
-def model() -> Any:
-    return tiny("llama")
 
 
 def is_kept(model: Any) -> bool:
@@ -28,8 +24,7 @@ def keeps(model: Any, generate: Callable[..., Any]) -> bool:
     """Whether a call keeps something."""
     call = {"max_new_tokens": 40, "do_sample": False, "speculative": {"compiled_layers": True}}
     generate(prompt(), **call)
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason is None and stats.execution == "compiled"
+    assert served(model).execution == "compiled"
     return is_kept(model)
 
 

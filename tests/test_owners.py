@@ -26,11 +26,6 @@ SETTINGS = {"max_new_tokens": 24, "do_sample": False}
 BUDGET = lookahead_hf.SpeculativeConfig(budget=8)
 
 
-@pytest.fixture
-def model() -> Any:
-    return tiny("llama")
-
-
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
     ids = prompt()

@@ -16,11 +16,6 @@ from tests.helpers.models import characters, tiny
 SETTINGS = {"max_new_tokens": 6, "do_sample": False}
 
 
-@pytest.fixture
-def model() -> Any:
-    return tiny("llama")
-
-
 def writes(model: Any, pipeline: Any = lookahead_hf.pipeline, **ours: Any) -> Any:
     tokenizer = characters(pad_token="!")
     return pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu", **ours)

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from transformers import EncoderDecoderCache, StaticCache
+from transformers import EncoderDecoderCache
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
+from tests.helpers.caches import assert_same_cache
+from tests.helpers.compared import served
 from tests.helpers.fakes import Recorder
 from tests.helpers.models import prompt
 from tests.helpers.outputs import assert_close
@@ -77,6 +79,9 @@ ABOUT: dict[str, Callable[[RandomCall], bool]] = {
     "positions": lambda call: call.spacing > 0,
     "embeds": lambda call: call.embeds,
     "turns": lambda call: call.turns > 1,
+    "edited text": lambda call: "edits" in call.own,
+    "edited token": lambda call: call.stop is not None and call.stop[0] == "edits",
+    "allowed tokens": lambda call: "prefix_allowed_tokens" in call.settings,
 }
 """What must be among the calls that speculate."""
 
@@ -86,6 +91,7 @@ def compare(call: RandomCall, tally: Tally) -> None:
     tally.num_calls += 1
     ids = torch.tensor(call.prompt)
     plain_cache, our_cache = call.new_cache(), call.new_cache()
+    addresses: list[int] = []
     with lookahead_hf.enabled(call.target) as model, call.cast():
         for turn in range(max(1, call.turns)):
             seed = call.seed + turn
@@ -103,6 +109,10 @@ def compare(call: RandomCall, tally: Tally) -> None:
                 return
             assert_same(ours, plain, call)
             count(model, tally, call)
+            if call.is_static:  # whose tensors stay where they are
+                now = [layer.keys.data_ptr() for layer in our_cache.layers]
+                addresses = addresses or now
+                assert now == addresses
             more = prompt(len(plain.sequences), 3, seed=call.seed)
             ids = torch.cat([plain.sequences, more], 1)
 
@@ -168,39 +178,22 @@ def assert_same(ours: Ran, plain: Ran, call: RandomCall) -> None:
         for name in (*OUTPUT, *(f"decoder_{name}" for name in OUTPUT), "encoder_hidden_states"):
             assert_close(ours.output.get(name), plain.output.get(name), atol=1e-6, rtol=1e-5)
     if plain.cache is not None:
-        assert_same_cache(ours.cache, plain.cache, call)
+        assert_columns(ours.cache, plain.cache, call)
 
 
-def assert_same_cache(ours: Any, plain: Any, call: RandomCall) -> None:
+def assert_columns(ours: Any, plain: Any, call: RandomCall) -> None:
     """The same columns, wherever a column is attended."""
-    assert type(ours) is type(plain)
     if isinstance(plain, EncoderDecoderCache):
         ours, plain = ours.self_attention_cache, plain.self_attention_cache
-    columns = int(plain.get_seq_length())
-    assert int(ours.get_seq_length()) == columns
-    mask = torch.ones(plain.layers[0].keys.shape[0], columns)
+    mask = torch.ones(len(plain.layers[0].keys), int(plain.get_seq_length()))
     if call.mask is not None and call.model in MODELS:
         given = torch.tensor(call.mask).repeat_interleave(len(mask) // len(call.mask), 0)
         mask[:, : given.shape[1]] = given
-    for a, b in zip(ours.layers, plain.layers, strict=True):
-        assert a.keys.shape == b.keys.shape
-        held = last_columns(mask, b.keys.shape[2])[:, None, :, None].clone()
-        if isinstance(plain, StaticCache) and b.is_sliding:
-            held[:, :, 0] = 0  # a column that is never read again once it is the oldest
-        torch.testing.assert_close(a.keys * held, b.keys * held, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(a.values * held, b.values * held, rtol=1e-6, atol=1e-6)
-
-
-def last_columns(mask: torch.Tensor, count: int) -> torch.Tensor:
-    """The last columns of a mask [rows, columns], or all and room behind them, [rows, count]."""
-    mask = mask[:, -count:]
-    return torch.nn.functional.pad(mask, (0, count - mask.shape[1]))
+    assert_same_cache(ours, plain, mask, atol=1e-6, rtol=1e-6)
 
 
 def count(model: Any, tally: Tally, call: RandomCall) -> None:
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None
-    assert stats.fallback_reason is None
+    stats = served(model)
     tally.num_accepted += stats.num_accepted
     tally.num_moved += stats.num_moved
     tally.engines[stats.engine] += 1

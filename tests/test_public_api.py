@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import lookahead_hf
 
 
@@ -43,11 +41,6 @@ def test_every_public_name_exists_and_is_documented() -> None:
 def _as_ruff_sorts(name: str) -> tuple[int, str]:
     """Constants, then classes, then functions."""
     return (1 if name.isupper() else 2 if name[0].isupper() else 3, name)
-
-
-def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'speculate'"):
-        _ = lookahead_hf.speculate
 
 
 def test_the_version_is_the_projects() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import lookahead_hf
+from tests.helpers.compared import compared
 from tests.helpers.real_texts import encode, load_real_model, texts
 
 NEW_TOKENS = 32
@@ -27,14 +28,7 @@ def loaded() -> Iterator[tuple[Any, Any]]:
 
 def assert_equal(model: Any, inputs: Any, **kwargs: Any) -> lookahead_hf.SpeculativeStats:
     call = {**inputs, "max_new_tokens": NEW_TOKENS, **kwargs}
-    torch.manual_seed(3)
-    plain = model.generate(**call, speculative=False)
-    torch.manual_seed(3)
-    ours = model.generate(**call, speculative=CONFIG)
-    assert ours.tolist() == plain.tolist()
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason is None
-    return stats
+    return compared(model, lambda: call, inputs["input_ids"].shape[1], config=CONFIG).stats
 
 
 def test_greedy_one_by_one(loaded: tuple[Any, Any]) -> None:

@@ -11,14 +11,13 @@ from transformers.utils import ModelOutput
 
 import lookahead_hf
 from lookahead_hf.fallback import FallbackReason, Unserved
-from tests.helpers.compared import speculated
+from tests.helpers.compared import compared, speculated
 from tests.helpers.fakes import Recorder
-from tests.helpers.models import VOCAB, characters
+from tests.helpers.models import VOCAB, characters, tiny
 from tests.helpers.outputs import assert_close
 from tests.helpers.speech import (
     FRAMES,
     frames,
-    tiny_moonshine,
     tiny_whisper,
     wave,
     whisper_features,
@@ -26,6 +25,7 @@ from tests.helpers.speech import (
 )
 
 DRAFTS = {"budget": 8, "drafters": ["ngram"]}
+CONFIG = lookahead_hf.SpeculativeConfig(budget=8, drafters=("ngram",))
 LONG = 3 * FRAMES + 10
 TURNS: dict[str, Any] = {"return_timestamps": True, "max_new_tokens": 24}
 
@@ -37,22 +37,13 @@ def long(rows: int) -> dict[str, Any]:
     return {"input_features": frames(rows, LONG), "attention_mask": heard, **TURNS}
 
 
-def same(model: Any, speculative: Any = None, **call: Any) -> lookahead_hf.SpeculativeStats:
+def same(model: Any, **call: Any) -> lookahead_hf.SpeculativeStats:
     """Run a call both ways, assert that all it returned is equal, and that it was speculated."""
-    torch.manual_seed(7)
-    plain = model.generate(**call)
-    after = torch.get_rng_state()
-    torch.manual_seed(7)
-    with lookahead_hf.enabled(model):
-        ours = model.generate(**call, speculative=speculative or DRAFTS)
+    plain, ours, stats = compared(model, lambda: call, 0, config=CONFIG)
     assert type(ours) is type(plain)
     if isinstance(plain, dict):
         for key in plain.keys() - {"segments", "past_key_values"}:
             assert_close(ours[key], plain[key])
-    texts = [out["sequences"] if isinstance(out, dict) else out for out in (ours, plain)]
-    assert texts[0].tolist() == texts[1].tolist()
-    assert torch.equal(torch.get_rng_state(), after)
-    stats = speculated(model)
     if isinstance(ours, ModelOutput):
         assert ours.speculative_stats == stats
     return stats
@@ -150,7 +141,7 @@ def test_an_assistant_hears_every_segment() -> None:
 
 
 def test_a_decoder_that_is_told_rotary_positions() -> None:
-    model = tiny_moonshine(VOCAB)
+    model = tiny("moonshine", vocab_size=VOCAB)
     heard = torch.randn(3, 4_000, generator=torch.Generator().manual_seed(1))
     call = {"input_values": heard, "max_new_tokens": 40, "attention_mask": torch.ones(3, 4_000)}
     same(model, **call, do_sample=True, top_k=8, eos_token_id=[3, 4, 5])
@@ -163,7 +154,7 @@ def pipes(which: str) -> tuple[Any, Any]:
         parts["feature_extractor"] = whisper_features()
     else:
         tokenizer = characters(pad_token="!")
-        parts = {"model": tiny_moonshine(len(tokenizer)), "tokenizer": tokenizer}
+        parts = {"model": tiny("moonshine", vocab_size=len(tokenizer)), "tokenizer": tokenizer}
         parts["feature_extractor"] = transformers.Wav2Vec2FeatureExtractor()
     task = "automatic-speech-recognition"
     plain = transformers.pipeline(task, device="cpu", **parts)

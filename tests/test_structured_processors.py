@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from transformers import SuppressTokensLogitsProcessor
 
 import lookahead_hf
-from lookahead_hf import SpeculativeConfig, ngram_pool, structured
+from lookahead_hf import ngram_pool, structured
 from tests.helpers import grammars
+from tests.helpers.compared import served
+from tests.helpers.constrained import BUDGET
 from tests.helpers.grammars import END, LEVEL, NUMBER, SCHEMAS, schema, text
-
-BUDGET = SpeculativeConfig(budget=8, on_fallback="error")
 
 
 @pytest.fixture(scope="module")
@@ -265,8 +265,7 @@ def check_random(model: Any, own: dict[str, Any], library: str, seed: int) -> No
         processors = [grammars.processor(library, [own])]
         found.append(model.generate(ids, **given, logits_processor=processors, speculative=each))
     assert found[0].tolist() == found[1].tolist()
-    stats = lookahead_hf.last_stats(model)
-    assert stats.fallback_reason is None and stats.per_source["grammar"].drafted > 0
+    assert served(model).per_source["grammar"].drafted > 0
     new = found[1][0, 9:].tolist()
     if END in new:
         json.loads(grammars.tokenizer().decode(new[: new.index(END)]), strict=False)
@@ -275,14 +274,11 @@ def check_random(model: Any, own: dict[str, Any], library: str, seed: int) -> No
 LIBRARIES = st.sampled_from([each for each in grammars.LIBRARIES if "outlines" not in each])
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[*HealthCheck])
-@given(schemas(), LIBRARIES, st.integers(0, 99))
-def test_random_schemas(model: Any, own: dict[str, Any], library: str, seed: int) -> None:
-    check_random(model, own, library, seed)
+@pytest.mark.parametrize("num_schemas", [30, pytest.param(500, marks=pytest.mark.slow)])
+def test_random_schemas(model: Any, num_schemas: int) -> None:
+    @settings(max_examples=num_schemas, deadline=None, suppress_health_check=[*HealthCheck])
+    @given(schemas(), LIBRARIES, st.integers(0, 9999))
+    def agrees(own: dict[str, Any], library: str, seed: int) -> None:
+        check_random(model, own, library, seed)
 
-
-@pytest.mark.slow
-@settings(max_examples=500, deadline=None, suppress_health_check=[*HealthCheck])
-@given(schemas(), LIBRARIES, st.integers(0, 9999))
-def test_many_random_schemas(model: Any, own: dict[str, Any], library: str, seed: int) -> None:
-    check_random(model, own, library, seed)
+    agrees()

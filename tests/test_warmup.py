@@ -16,7 +16,6 @@ from lookahead_hf.drafting.memory import memory_of, placement
 from lookahead_hf.runner.cuda import graph_set, graphs
 from tests.helpers.compared import speculated
 from tests.helpers.device import taped
-from tests.helpers.encoder_decoder import tiny_pair
 from tests.helpers.models import prompt, tiny
 from tests.helpers.multimodal import build
 from tests.helpers.scripted import RandomTrees, Scripted, continuations, right, scripted
@@ -141,7 +140,7 @@ def test_positions_that_change_with_the_length_stay_as_they_are() -> None:
 
 
 def test_an_encoder_decoder_model_is_left_to_its_calls() -> None:
-    lookahead_hf.warm_up(tiny_pair("bart"))
+    lookahead_hf.warm_up(tiny("bart"))
     assert ngram_pool.of_process.compiled()
 
 

@@ -14,15 +14,11 @@ from transformers import GenerationMixin, LlamaForCausalLM
 import lookahead_hf
 from lookahead_hf.utils.wrappers import unwrap
 from tests.helpers.calls import run
+from tests.helpers.compared import served
 from tests.helpers.fakes import PlainDecoding
-from tests.helpers.models import prompt, tiny
+from tests.helpers.models import prompt
 
 STOCK = GenerationMixin.generate
-
-
-@pytest.fixture
-def model() -> Any:
-    return tiny("llama")
 
 
 class Wrapper:
@@ -69,8 +65,7 @@ def test_wrappers_are_looked_into(model: Any, decoding: PlainDecoding, wrap: Any
     reached = wrapped if hasattr(wrapped, "generate") else model
     assert torch.equal(run(reached, speculative=True), expected)
     assert decoding.calls[0].model is model
-    stats = lookahead_hf.last_stats(wrapped)
-    assert stats is not None and stats.engine == "plain"
+    assert served(wrapped).engine == "plain"
     lookahead_hf.disable(wrapped)
     assert "generate" not in vars(model)
 

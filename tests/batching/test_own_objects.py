@@ -41,7 +41,7 @@ OBJECTS: dict[str, Callable[[], dict[str, Any]]] = {
     "criterion": lambda: {
         "stopping_criteria": StoppingCriteriaList([users_parts.EndsRow([*range(5, 30)])])
     },
-    "function": lambda: {"prefix_allowed_tokens_fn": users_parts.allowed_tokens},
+    "function": lambda: {"prefix_allowed_tokens_fn": users_parts.Allowed(draws=False)},
     "guidance": lambda: {"guidance_scale": 1.5},
 }
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+
+from tests.helpers.tiny_chat import save_tiny_chat
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -13,3 +17,15 @@ def on_path() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
         yield
+
+
+@pytest.fixture
+def benchmark(request: pytest.FixtureRequest) -> ModuleType:
+    """The program that a file of tests names."""
+    return importlib.import_module(request.module.PROGRAM)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model in a folder."""
+    return str(save_tiny_chat(tmp_path_factory.mktemp("model")))

@@ -16,18 +16,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 
 from lookahead_hf.draft import DraftTree  # noqa: E402
-from tests.helpers.tiny_chat import save_tiny_chat  # noqa: E402
 
 TOP = 64
 
 
 def module(name: str) -> ModuleType:
     return importlib.import_module(name)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_tiny_chat(tmp_path_factory.mktemp("model")))
 
 
 def text_of(tokens: list[int], num_prompt: int, tops: dict[int, list[int]] | None = None) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,17 +11,9 @@ from typing import Any
 import pytest
 
 from lookahead_hf.cli import measuring, near_ties
-from tests.helpers.tiny_chat import DRAFTING, byte_tokenizer, save_tiny_chat
+from tests.helpers.tiny_chat import DRAFTING, byte_tokenizer
 
-
-@pytest.fixture
-def benchmark() -> ModuleType:
-    return importlib.import_module("end_to_end")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_tiny_chat(tmp_path_factory.mktemp("model")))
+PROGRAM = "end_to_end"
 
 
 @pytest.mark.parametrize("batch", [1, 2])

@@ -10,14 +10,12 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-
-@pytest.fixture
-def drafting() -> ModuleType:
-    return importlib.import_module("pool_drafting")
+PROGRAM = "pool"
 
 
-def test_every_line_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    benchmark = importlib.import_module("pool")
+def test_every_line_is_measured(
+    benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(benchmark, "CONTEXTS", (500, 5_000))
     benchmark.main(["--pool-tokens", "50000", "--looks", "5", "--json", str(tmp_path / "out")])
     lines = json.loads((tmp_path / "out").read_text())["lines"]
@@ -34,7 +32,8 @@ def test_every_line_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert 20 < memory["best"] < 45
 
 
-def test_the_scan_follows_the_first_occurrence_of_the_longest_suffix(drafting: ModuleType) -> None:
+def test_the_scan_follows_the_first_occurrence_of_the_longest_suffix() -> None:
+    drafting = importlib.import_module("pool_drafting")
     rng = np.random.default_rng(0)
     for _ in range(300):
         text = rng.integers(0, 3, rng.integers(1, 30)).astype(np.int32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import random
 from pathlib import Path
@@ -10,8 +9,9 @@ from types import ModuleType
 
 import pytest
 
-from tests.helpers.tiny_chat import DRAFTING, save_tiny_chat
+from tests.helpers.tiny_chat import DRAFTING
 
+PROGRAM = "prediction"
 TEXT = """def total(numbers):
     result = 0
     for number in numbers:
@@ -21,11 +21,6 @@ TEXT = """def total(numbers):
 
 print(total([1, 2, 3]))
 """
-
-
-@pytest.fixture
-def benchmark() -> ModuleType:
-    return importlib.import_module("prediction")
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -44,15 +39,15 @@ def test_edits_are_what_they_say(benchmark: ModuleType, seed: int) -> None:
 
 def test_the_table_has_all_kinds(
     benchmark: ModuleType,
+    folder: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    folder = save_tiny_chat(tmp_path / "model")
     # The tiny model writes neither lines nor names, so the old file is its text.
     monkeypatch.setattr(benchmark, "KINDS", {"same": lambda text, rng: text})
     monkeypatch.setattr(benchmark, "SPECULATIVE", DRAFTING)
-    words = ["--model", str(folder), "--edits", "1", "--rounds", "1", "--new-tokens", "100"]
+    words = ["--model", folder, "--edits", "1", "--rounds", "1", "--new-tokens", "100"]
     benchmark.main([*words, "--json", str(tmp_path / "out.json")])
     lines = json.loads((tmp_path / "out.json").read_text())["lines"]
     systems = {line["system"]: line for line in lines if line["family"] == "all"}

@@ -23,9 +23,8 @@ import triton
 from lookahead_hf import kernels
 from lookahead_hf.runner.cuda.capture import Recording
 from lookahead_hf.runner.cuda.graph_set import GraphSet
-from tests.helpers.benchmark_runs import ROOT, lines_of, run_program
+from tests.helpers.benchmark_runs import ROOT, lines_of, printed, run_program
 from tests.helpers.device import taped
-from tests.helpers.tiny_chat import save_tiny_chat
 
 RUNS = ("one", "two", "three")
 
@@ -50,7 +49,6 @@ def test_outside(tmp_path: Path) -> None:
 
 def test_only_the_replay_counts_as_time_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packing and uploading a draft are the host's, while the device may be idle."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     outside: Any = importlib.import_module("outside")
     order: list[str] = []
     event = SimpleNamespace(record=lambda: order.append("event"))
@@ -63,7 +61,6 @@ def test_only_the_replay_counts_as_time_of_the_device(monkeypatch: pytest.Monkey
 
 def test_steps_without_nodes_know_what_layers_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph that shows less than its room would be compared otherwise."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     step: Any = importlib.import_module("step")
     model = step.load("tiny", None, torch.float32, torch.device("cpu"))
     bench, tried = step.Bench(model, 1, 40, rounds=1), []
@@ -74,8 +71,7 @@ def test_steps_without_nodes_know_what_layers_read(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_steps_run_as_their_line_says(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+def test_steps_run_as_their_line_says(compiled: bool) -> None:
     step: Any = importlib.import_module("step")
     model = step.load("tiny", None, torch.float32, torch.device("cpu"))
     bench = step.Bench(model, 1, 40, rounds=1)
@@ -85,18 +81,10 @@ def test_steps_run_as_their_line_says(compiled: bool, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_structured(tmp_path: Path, dtype: str) -> None:
-    folder = save_tiny_chat(tmp_path / "model")
+def test_structured(folder: str, dtype: str) -> None:
     options = f"--model {folder} --device cpu --dtype {dtype} --cases 2 --new-tokens 12"
-    done = subprocess.run(
-        [sys.executable, "benchmarks/structured.py", *options.split()],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr
-    head, rule, *lines = [line.split("|")[1:-1] for line in done.stdout.strip().splitlines()]
+    said = printed("structured", options).strip().splitlines()
+    head, rule, *lines = [line.split("|")[1:-1] for line in said]
     assert len(lines) == 4 and all(len(line) == len(head) == len(rule) for line in lines)
     assert all(float(line[2]) == 1.0 and float(line[4]) > 1.0 for line in lines)
 

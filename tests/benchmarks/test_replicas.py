@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.benchmark_runs import ROOT
-
 
 @pytest.fixture
-def replicas(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+def replicas() -> Any:
     return importlib.import_module("replicas")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 
 from lookahead_hf.ngram_pool import NgramPool
 from tests.helpers.drafts import rows_of
-from tests.helpers.tiny_chat import save_tiny_chat
 
 
 @pytest.fixture
@@ -23,9 +21,8 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_every_case_has_its_table(
-    benchmark: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    benchmark: ModuleType, folder: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = str(save_tiny_chat(tmp_path / "model"))
     words = ["--model", folder, "--assistant", folder, "--families", "qa", "--budget", "8"]
     words += ["--prompts-per-family", "1", "--new-tokens", "24"]
     benchmark.main([*words, *benchmark.CASES])

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from tests.helpers.tiny_chat import save_tiny_chat
-
-
-@pytest.fixture
-def benchmark() -> ModuleType:
-    return importlib.import_module("throughput")
+PROGRAM = "throughput"
 
 
 def test_batches_and_queues(
-    benchmark: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    benchmark: ModuleType, folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = save_tiny_chat(tmp_path / "model")
-    words = ["--model", str(folder), "--families", "qa,translation", "--static", "2"]
+    words = ["--model", folder, "--families", "qa,translation", "--static", "2"]
     words += ["--slots", "2", "--prompts", "4", "--new-tokens", "12", "--rounds", "1"]
     benchmark.main(
         [*words, "--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "a.svg")]

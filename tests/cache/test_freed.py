@@ -136,8 +136,7 @@ def test_graphs_that_are_freed_take_their_cache_along(monkeypatch: pytest.Monkey
     config = drafting(model, inputs, cuda_graphs=True)
     with taped(monkeypatch), uncollected():
         model.generate(**inputs, **GREEDY, speculative=config)
-        stats = lookahead_hf.last_stats(model)
-        assert stats is not None and stats.execution == "replayed"
+        assert speculated(model).execution == "replayed"
         assert len(caches()) == 1
         lookahead_hf.disable(model)
         assert caches() == []

@@ -19,17 +19,8 @@ from lookahead_hf.call.outputs import RequestedOutputs
 from lookahead_hf.call.stopping import RowStopping
 from lookahead_hf.call.streaming import ColumnStream
 from lookahead_hf.rows import Rows
+from tests.helpers.fakes import Recorder
 from tests.helpers.models import tiny
-
-
-class Listens:
-    """A streamer that keeps what it gets."""
-
-    def __init__(self) -> None:
-        self.columns: list[list[int]] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.columns.append(value.tolist())
 
 
 class Shortens(StoppingCriteria):
@@ -56,13 +47,13 @@ def emitter(criteria: list[StoppingCriteria], rows: Rows, streamer: Any = None) 
 
 
 def test_a_token_is_shown_once_every_row_has_one() -> None:
-    rows, heard = Rows(np.full((2, 1), 5)), Listens()
+    rows, heard = Rows(np.full((2, 1), 5)), Recorder()
     emits = emitter([EosTokenCriteria(9), MaxLengthCriteria(3)], rows, heard)
     assert not emits.emit(rows, 0, 7)
     assert emits.emit(rows, 0, 8)  # the third column
-    assert (heard.columns, emits.num_shown(rows)) == ([], 0)
+    assert (heard.events, emits.num_shown(rows)) == ([], 0)
     assert emits.emit(rows, 1, 9)
-    assert (heard.columns, emits.num_shown(rows)) == ([[7, 9], [8, 0]], 2)
+    assert (heard.events, emits.num_shown(rows)) == ([[7, 9], [8, 0]], 2)
     assert rows.finished.all()
     emits.feed_pad(rows, 1)
     assert rows.emitted(1).tolist() == [9, 0] and rows.num_text.tolist() == [2, 1]

@@ -20,21 +20,6 @@ from tests.oracles import drafting as oracle
 NUM_BUCKETS = 4
 
 
-def test_shared_prefixes_become_shared_nodes_with_all_their_evidence() -> None:
-    calibration = Calibration([Fixed(0.5), Fixed(0.4, 0.1)])
-    first = DraftTree.from_chains([[[7, 8]]])
-    second = DraftTree.from_chains([[[7, 9]]]).with_buckets(np.array([0, 1]))
-    tree = merge([first, second], calibration, 8)
-    assert tree.token_ids.tolist() == [7, 8, 9]
-    assert tree.parents.tolist() == [ROOT, 0, 0]
-    assert tree.depth.tolist() == [1, 2, 2]
-    np.testing.assert_allclose(tree.score, [0.7, 0.35, 0.07], rtol=1e-6)
-    assert tree.evidence is not None
-    assert tree.evidence.offsets.tolist() == [0, 2, 3, 4]
-    assert tree.evidence.source.tolist() == [0, 1, 0, 1]
-    assert tree.evidence.bucket.tolist() == [0, 0, 0, 1]
-
-
 def test_probs_follow_a_single_source_only() -> None:
     base = DraftTree.from_rows([([1, 2], [-1, -1])]).with_buckets(np.array([0, 1]))
     drawn = replace(base, probs=torch.tensor([[0.1, 0.9], [0.8, 0.2]]))
@@ -56,20 +41,6 @@ def test_likeliest_chain_takes_the_first_child_at_every_node() -> None:
     assert chain.evidence is not None
     assert chain.evidence.bucket.tolist() == [0, 3, 5]
     assert likeliest_chain(tree, 9).token_ids.tolist() == [5, 8, 9, 4]
-
-
-def test_head_puts_the_likeliest_chain_first() -> None:
-    calibration = Calibration([Fixed(0.6, 0.3)])
-    proposal = DraftTree.from_rows([([1, 2, 3, 4, 5], [-1, -1, 0, 2, 1])])
-    proposal = proposal.with_buckets(np.array([0, 1, 0, 0, 0]))
-    merged = merge([proposal], calibration, 8)
-    assert merged.token_ids.tolist() == [1, 3, 2, 4, 5]
-    cut = head(merged, 4)
-    assert cut.token_ids.tolist() == [1, 3, 4, 2]
-    assert cut.parents.tolist() == [ROOT, 0, 1, ROOT]
-    assert cut.depth.tolist() == [1, 2, 3, 1]
-    assert cut.evidence is not None
-    assert cut.evidence.bucket.tolist() == [0, 0, 0, 1]
 
 
 @st.composite

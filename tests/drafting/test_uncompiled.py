@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -17,7 +19,9 @@ from lookahead_hf.drafting.sources.prediction import PredictionDrafter
 from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
 from lookahead_hf.drafting.uncompiled import UncompiledDrafts, longest_match
 from lookahead_hf.rows import Rows
-from tests.helpers.compared import speculated
+from tests.helpers.calls import GREEDY
+from tests.helpers.compared import compared, speculated
+from tests.helpers.drafts import rows_of
 from tests.helpers.models import tiny
 
 
@@ -50,36 +54,28 @@ def test_chains_respect_the_limits_of_the_call() -> None:
     assert lookup.propose(rows, 1).num_nodes == 1
 
 
-def test_ids_that_are_no_tokens_end_a_chain() -> None:
-    rows = Rows(np.array([[1, 2, 3, -200, 5, 1, 2]]))
-    rows.emit(0, 3)
-    tree = UncompiledDrafts([NgramDrafter()], vocab_size=30, max_new_tokens=90).propose(rows, 5)
-    assert tree.num_nodes == 0
-
-
-def test_a_text_that_repeats_itself_goes_on() -> None:
-    rows = Rows(np.array([[7, 1, 2, 1]]))
-    rows.emit(0, 2)
-    tree = UncompiledDrafts([NgramDrafter()], vocab_size=30, max_new_tokens=90).propose(rows, 5)
-    assert tree.token_ids.tolist() == [1, 2, 1, 2, 1]
+@pytest.mark.parametrize(
+    ("text", "source", "drafted"),
+    [
+        ([1, 2, 3, -200, 5, 1, 2, 3], NgramDrafter, []),  # an id that is no token ends a chain
+        ([7, 1, 2, 1, 2], NgramDrafter, [1, 2, 1, 2, 1]),  # a text that repeats itself goes on
+        ([7, 1, 2, 1, 2], RecyclingDrafter, []),
+    ],
+)
+def test_what_a_text_drafts(text: list[int], source: Any, drafted: list[int]) -> None:
+    drafts = UncompiledDrafts([source()], vocab_size=30, max_new_tokens=90)
+    assert drafts.propose(rows_of([text]), 5).token_ids.tolist() == drafted
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_the_first_call_drafts(rows: int, do_sample: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ngram_pool.of_process, "ready", lambda: False)
-    model = lookahead_hf.enable(tiny("llama"))
     ids = torch.arange(10, 30).repeat(rows, 3) + torch.arange(rows)[:, None]
-    call = {"max_new_tokens": 40, "do_sample": do_sample, "pad_token_id": 0}
+    call = {"input_ids": ids, **GREEDY, "do_sample": do_sample, "repetition_penalty": 0.4}
     call |= {"temperature": 0.05} if do_sample else {}
-    torch.manual_seed(3)
-    plain = model.generate(ids, **call, repetition_penalty=0.4)
-    torch.manual_seed(3)
     config = SpeculativeConfig(budget=6)
-    ours = model.generate(ids, **call, repetition_penalty=0.4, speculative=config)
-    assert ours.tolist() == plain.tolist()
-    stats = speculated(model)
-    assert stats.num_accepted > 0
+    stats = compared(tiny("llama"), lambda: dict(call), 60, config=config).stats
     assert stats.per_source["ngram"].accepted == stats.num_accepted
     assert stats.per_source["ngram"].drafted == stats.num_drafted
 
@@ -129,9 +125,3 @@ def test_a_prediction_drafts_from_the_first_step_on(
     if num_steps > 40:
         assert sum(each.drafted for each in stats.per_source.values()) == stats.num_drafted
         assert sum(each.accepted for each in stats.per_source.values()) == stats.num_accepted
-
-
-def test_without_these_sources_nothing_is_drafted() -> None:
-    rows = Rows(np.array([[7, 1, 2, 1]]))
-    rows.emit(0, 2)
-    assert UncompiledDrafts([RecyclingDrafter()], 30, 90).propose(rows, 5).num_nodes == 0

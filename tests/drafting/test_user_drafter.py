@@ -18,7 +18,7 @@ from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.user_drafter import Adapted, checked
 from lookahead_hf.rows import Rows
 from tests.helpers.calls import padded
-from tests.helpers.compared import compared
+from tests.helpers.compared import compared, served, speculated
 from tests.helpers.models import VOCAB, prompt, tiny
 
 Propose = Callable[[Rows, int], Any]
@@ -101,8 +101,7 @@ def test_a_wrong_tree_costs_the_drafter_alone(model: Any, value: Any) -> None:
     with pytest.warns(RuntimeWarning, match="'own' failed and is left out") as caught:
         assert text(model, own, do_sample=False) == plain
     assert len(caught) == 1
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason is None and stats.num_drafted == 0
+    assert served(model).num_drafted == 0
 
 
 def probs_of(*rows: dict[int, float], vocab: int = VOCAB) -> torch.Tensor:
@@ -199,8 +198,8 @@ def test_tokens_that_the_target_does_not_have_are_left_out(model: Any) -> None:
         return tree([-5, VOCAB, 10**12, token], [-1, -1, -1, -1])
 
     assert text(model, Own(propose), do_sample=False) == plain
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.num_accepted == stats.num_drafted > 0
+    stats = speculated(model)
+    assert stats.num_accepted == stats.num_drafted
 
 
 def test_lists_and_arrays_of_other_integers_will_do(model: Any) -> None:
@@ -217,8 +216,7 @@ def test_lists_and_arrays_of_other_integers_will_do(model: Any) -> None:
 
     for propose in (as_lists, as_bytes):
         assert text(model, Own(propose), do_sample=False) == plain
-        stats = lookahead_hf.last_stats(model)
-        assert stats is not None and stats.num_accepted > 0
+        speculated(model)
 
 
 def failing(attribute: str) -> Any:

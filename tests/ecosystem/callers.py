@@ -10,8 +10,8 @@ import transformers
 
 import lookahead_hf
 from tests.ecosystem.room import Caller, Room, asking
+from tests.helpers.models import tiny
 from tests.helpers.speech import (
-    tiny_moonshine,
     tiny_whisper,
     wave,
     whisper_features,
@@ -73,7 +73,7 @@ def speech(room: Room, speculative: Any, **more: Any) -> Any:
     tokenizer = room.tokenizer()
     pipe = _written_down(
         speculative,
-        model=tiny_moonshine(len(tokenizer)),
+        model=tiny("moonshine", vocab_size=len(tokenizer)),
         tokenizer=tokenizer,
         feature_extractor=transformers.Wav2Vec2FeatureExtractor(),
     )

@@ -10,7 +10,7 @@ import torch
 import lookahead_hf
 from tests.helpers.calls import padded
 from tests.helpers.compared import compared, speculated
-from tests.helpers.encoder_decoder import GREEDY, SAMPLED, call, tiny_pair
+from tests.helpers.encoder_decoder import GREEDY, SAMPLED, call
 from tests.helpers.models import tiny
 from tests.helpers.outputs import ALL, assert_close
 
@@ -79,7 +79,7 @@ def test_without_a_hook() -> None:
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize(("name", "kind"), [("t5", "prefix"), ("t5", "prompt"), ("bart", "prompt")])
 def test_encoder_decoder_models(name: str, kind: str, rows: int) -> None:
-    compared(tuned(tiny_pair(name), kind, "SEQ_2_SEQ_LM"), lambda: call(rows, **SAMPLED), 1)
+    compared(tuned(tiny(name), kind, "SEQ_2_SEQ_LM"), lambda: call(rows, **SAMPLED), 1)
 
 
 def refused(model: Any, why: str, **settings: Any) -> None:

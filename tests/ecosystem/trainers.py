@@ -8,7 +8,7 @@ import transformers
 
 from tests.ecosystem.callers import GREEDY, NEW_TOKENS, PROMPT
 from tests.ecosystem.room import Caller, Room, speculating
-from tests.helpers.encoder_decoder import tiny_pair
+from tests.helpers.models import tiny
 
 TEXTS = [PROMPT, "abcd abcd", "xyz xyz xyz"]
 
@@ -103,7 +103,7 @@ CALLERS = [
     Caller(
         "Seq2SeqTrainer, predict_with_generate, an encoder-decoder",
         DEFAULT,
-        lambda room, asked: predicted(room, asked, tiny_pair("t5")),
+        lambda room, asked: predicted(room, asked, tiny("t5")),
         note="it passes `labels`, which plain `generate` ignores",
     ),
     Caller(

@@ -13,7 +13,8 @@ from transformers import DynamicCache, EncoderDecoderCache
 import lookahead_hf
 from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.support import checks
-from tests.helpers.encoder_decoder import texts, tiny_pair
+from tests.helpers.compared import reason_of, served
+from tests.helpers.encoder_decoder import texts
 from tests.helpers.fakes import Recorder
 from tests.helpers.models import prompt, tiny
 from tests.helpers.speech import frames, tiny_whisper
@@ -38,7 +39,7 @@ def counted(module: Any) -> Iterator[list[int]]:
 
 
 def pair() -> tuple[Any, dict[str, Any], Any]:
-    model = tiny_pair("bart").double()
+    model = tiny("bart").double()
     return model, texts(2), model.get_encoder()
 
 
@@ -78,7 +79,7 @@ def test_predictions_are_counted_before_the_encoder_runs(several: int) -> None:
             model.generate(**call, speculative=True, prediction=[[5], [6], [7]])
         assert runs == [0]
         model.generate(**call, speculative=True, prediction=[[5], [6]])
-    assert lookahead_hf.last_stats(model).fallback_reason is None
+    served(model)
 
 
 class OwnCache(DynamicCache):
@@ -115,7 +116,7 @@ def refuses(*_: Any) -> None:
 def test_what_is_found_late_goes_on_from_where_it_is(
     name: str, do_sample: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny_pair("bart") if name == "bart" else tiny("llama")
+    model = tiny(name)
     inputs = texts(1) if name == "bart" else {"input_ids": prompt()}
     call = {**inputs, **SETTINGS, "do_sample": do_sample, "return_dict_in_generate": True}
     streams = Recorder(), Recorder()
@@ -133,9 +134,8 @@ def test_what_is_found_late_goes_on_from_where_it_is(
     assert streams[1].events == streams[0].events
     assert caught[0].filename == __file__
     assert runs == [1 if name == "bart" else SETTINGS["max_new_tokens"]]
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason == "cache"
-    assert ours.speculative_stats is stats
+    assert reason_of(model) == "cache"
+    assert ours.speculative_stats is lookahead_hf.last_stats(model)
 
 
 def test_with_an_assistant_plain_generate_drafts_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

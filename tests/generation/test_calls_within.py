@@ -16,7 +16,7 @@ from transformers import (
 
 import lookahead_hf
 from tests.helpers.compared import speculated
-from tests.helpers.encoder_decoder import texts, tiny_pair
+from tests.helpers.encoder_decoder import texts
 from tests.helpers.models import prompt, tiny
 from tests.helpers.random_calls import smallest
 from tests.helpers.scripted import RandomTrees, continuations, right, scripted
@@ -67,7 +67,7 @@ def ran(model: Any, call: dict[str, Any], **ours: Any) -> tuple[torch.Tensor, to
 def test_a_call_in_which_others_are_made(
     name: str, inner_name: str, rows: int, do_sample: bool, kind: Any
 ) -> None:
-    model = tiny_pair(name).double() if name == "bart" else smallest(name)
+    model = tiny(name).double() if name == "bart" else smallest(name)
     other = model if inner_name == name else smallest(inner_name)
     inner_call = {"input_ids": prompt(2, seed=5), **INNER, "do_sample": do_sample, "top_k": 0}
     call = {"input_ids": prompt(rows), "do_sample": do_sample, "top_k": 0, "pad_token_id": 0}

@@ -11,16 +11,10 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import lookahead_hf
-from tests.helpers.compared import compared
+from tests.helpers.compared import compared, served
 from tests.helpers.fakes import Recorder
 from tests.helpers.models import VOCAB, prompt, tiny
-from tests.helpers.scripted import (
-    continuations,
-    empty,
-    right,
-    scripted,
-    wrong,
-)
+from tests.helpers.scripted import continuations, empty, right, scripted, wrong
 
 GREEDY = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
 
@@ -41,13 +35,6 @@ def plain_text(model: Any, inputs: dict[str, Any], **kwargs: Any) -> list[list[i
 def first_seen(text: list[int], place: int) -> int:
     """The first token from `place` on that did not occur before."""
     return next(t for i, t in enumerate(text) if i >= place and t not in text[:i])
-
-
-def stats_of(model: Any) -> lookahead_hf.SpeculativeStats:
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None
-    assert stats.fallback_reason is None
-    return stats
 
 
 def test_a_model_is_set_up_for_decoding_as_plain_sets_it_up(
@@ -88,7 +75,7 @@ def test_drafts_decide_how_many_steps_a_text_takes(model: Any, script: Any, num_
     truth = plain_text(model, inputs)
     out = model.generate(**inputs, **GREEDY, speculative=scripted(truth, script))
     assert continuations(out, 12) == truth
-    stats = stats_of(model)
+    stats = served(model)
     assert (stats.num_steps, stats.num_moved) == (num_steps, 0)
     assert stats.tokens_per_step == pytest.approx(23 / num_steps)
     assert (stats.num_drafted > 0) == (script is not empty)
@@ -101,7 +88,7 @@ def test_over_long_drafts_end_with_the_text(model: Any) -> None:
     config = scripted(truth, right(50))
     out = model.generate(**inputs, **{**GREEDY, "max_new_tokens": 7}, speculative=config)
     assert continuations(out, 12) == short
-    assert stats_of(model).num_steps == 1
+    assert served(model).num_steps == 1
 
 
 def test_rows_advance_by_their_own_counts(model: Any) -> None:
@@ -111,7 +98,7 @@ def test_rows_advance_by_their_own_counts(model: Any) -> None:
     config = scripted(only_first, right(11))
     out = model.generate(**inputs, **{**GREEDY, "max_new_tokens": 48}, speculative=config)
     assert continuations(out, 12) == truth
-    rows = stats_of(model).row_stats
+    rows = served(model).row_stats
     assert rows[0].row_steps <= rows[3].row_steps / 6
 
 
@@ -141,7 +128,7 @@ def test_without_eos_drafting_goes_on_behind_the_first_row_that_ends(model: Any)
     expected = model.generate(**inputs, **call)
     out = model.generate(**inputs, **call, speculative=scripted(truth, right(3)))
     assert out.tolist() == expected.tolist()
-    stats = stats_of(model)
+    stats = served(model)
     assert stats.engine == "lockstep"
     assert stats.num_steps == -(-(out.shape[1] - 13) // 4)
 
@@ -149,14 +136,14 @@ def test_without_eos_drafting_goes_on_behind_the_first_row_that_ends(model: Any)
 def test_the_record_is_there_at_a_streams_end_and_stays_when_a_call_raises(model: Any) -> None:
     class Asks(Recorder):
         def end(self) -> None:
-            assert stats_of(model).num_emitted == 24
+            assert served(model).num_emitted == 24
             raise ConnectionError("the client went away")
 
     inputs = {"input_ids": prompt()}
     config = scripted(plain_text(model, inputs), right(3))
     with pytest.raises(ConnectionError):
         model.generate(**inputs, **GREEDY, streamer=Asks(), speculative=config)
-    before = stats_of(model)
+    before = served(model)
     with pytest.raises(ConnectionError):
         model.generate(**inputs, **GREEDY, streamer=Recorder(3), speculative=config)
-    assert stats_of(model) is before
+    assert served(model) is before

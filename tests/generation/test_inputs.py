@@ -9,8 +9,7 @@ import torch
 
 import lookahead_hf
 from tests.helpers.calls import padded
-from tests.helpers.compared import compared
-from tests.helpers.encoder_decoder import tiny_pair
+from tests.helpers.compared import compared, left_to_plain
 from tests.helpers.models import VOCAB, prompt, tiny
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
@@ -24,24 +23,23 @@ def test_embeddings_beside_ids() -> None:
     compared(model, lambda: dict(call), 12)
 
 
-@pytest.mark.parametrize("types", ["same", "by row", "last differs"])
-def test_token_types(types: str) -> None:
-    ids = prompt(3)
-    token_types = torch.zeros_like(ids)
-    if types == "by row":
-        token_types += torch.tensor([[3], [4], [5]])
-    if types == "last differs":
-        token_types[:, -1] = torch.tensor([9, 30, 50])
-    call = {"input_ids": ids, **GREEDY, "token_type_ids": token_types}
-    compared(tiny("gpt2"), lambda: dict(call), 12)
-
-
-@pytest.mark.parametrize("labels", [torch.full((2, 7), -100), [[3, 4], [5, 6]]], ids=type)
-def test_labels_which_plain_passes_to_no_forward(labels: Any) -> None:
-    call = {"input_ids": prompt(2), **GREEDY, "labels": labels}
-    compared(tiny("llama"), lambda: dict(call), 12)
-    pair = {"input_ids": prompt(2), "max_new_tokens": 24, "pad_token_id": 0, "labels": labels}
-    compared(tiny_pair("t5"), lambda: dict(pair), 1)
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("gpt2", {"token_type_ids": torch.zeros(3, 12, dtype=torch.long)}),
+        ("gpt2", {"token_type_ids": torch.tensor([[3], [4], [5]]).repeat(1, 12)}),
+        ("gpt2", {"token_type_ids": torch.tensor([[0] * 11 + [last] for last in (9, 30, 50)])}),
+        *(
+            (name, {"labels": labels})  # which plain passes to no forward
+            for name in ("llama", "t5")
+            for labels in (torch.full((3, 7), -100), [[3, 4], [5, 6], [7, 8]])
+        ),
+        *(("llama", {"logits_to_keep": kept}) for kept in (0, 1, 5)),
+    ],
+)
+def test_arguments_beside_ids(name: str, given: dict[str, Any]) -> None:
+    call = {"input_ids": prompt(3), **GREEDY, **given}
+    compared(tiny(name), lambda: dict(call), 1 if name == "t5" else 12)
 
 
 def test_what_plain_does_pass_on_is_left_to_it() -> None:
@@ -63,18 +61,9 @@ def test_what_plain_does_pass_on_is_left_to_it() -> None:
 
     model, bias = tiny("llama"), torch.zeros(VOCAB)
     model.__class__, bias[7] = Biased, 100.0
-    with (
-        lookahead_hf.enabled(model),
-        pytest.warns(lookahead_hf.SpeculationFallbackWarning, match=r"'bias'.*\[argument\]"),
-    ):
-        ids = model.generate(prompt(), bias=bias, speculative=True, **GREEDY)
-    assert ids[0, 12:].tolist() == [7] * 24
-
-
-@pytest.mark.parametrize("kept", [0, 1, 5])
-def test_logits_of_more_than_the_last_token(kept: int) -> None:
-    call = {"input_ids": prompt(2), **GREEDY, "logits_to_keep": kept}
-    compared(tiny("llama"), lambda: dict(call), 12)
+    call = {"input_ids": prompt(), "bias": bias, **GREEDY}
+    left_to_plain(model, lambda: dict(call), r"'bias'.*\[argument\]")
+    assert model.generate(**call)[0, 12:].tolist() == [7] * 24
 
 
 @pytest.mark.parametrize("do_sample", [False, True])

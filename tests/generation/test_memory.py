@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TextStreamer
 
 import lookahead_hf
 from lookahead_hf.cache.adopt import AdoptedCache
@@ -17,8 +16,9 @@ from lookahead_hf.drafting.session import DraftSession
 from lookahead_hf.fallback import FallbackReason
 from lookahead_hf.runner import non_finite
 from tests.helpers.calls import GREEDY, padded
-from tests.helpers.compared import compared
+from tests.helpers.compared import compared, reason_of
 from tests.helpers.device import on_device, taped
+from tests.helpers.fakes import Recorder
 from tests.helpers.models import tiny
 from tests.helpers.replayed import compare
 
@@ -49,19 +49,6 @@ def fails_at(
     return calls
 
 
-class Put(TextStreamer):
-    """Notes what is put."""
-
-    def __init__(self) -> None:
-        self.values: list[Any] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.values.append(value.tolist())
-
-    def end(self) -> None:
-        pass
-
-
 @pytest.mark.filterwarnings("ignore::lookahead_hf.SpeculationFallbackWarning")
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_while_the_cache_is_taken_over(
@@ -72,13 +59,12 @@ def test_while_the_cache_is_taken_over(
     texts, calls = [], fails_at(monkeypatch, AdoptedCache, "_to_slots", 3)  # in the second layer
     for asked in (False, True):
         torch.manual_seed(3)
-        streamer = Put()
+        streamer = Recorder()
         with lookahead_hf.enabled(model):
             text = model.generate(**given, streamer=streamer, speculative=asked).tolist()
-            texts.append((text, streamer.values, torch.rand(1).item()))
-            stats = lookahead_hf.last_stats(model)
+            texts.append((text, streamer.events, torch.rand(1).item()))
     assert texts[0] == texts[1]
-    assert stats is not None and stats.fallback_reason is FallbackReason.MEMORY
+    assert reason_of(model) is FallbackReason.MEMORY
     assert len(calls) > 2
 
 

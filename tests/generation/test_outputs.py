@@ -6,32 +6,23 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 import lookahead_hf
 from tests.helpers.compared import compared
-from tests.helpers.models import prompt, tiny
+from tests.helpers.models import left_padded, prompt, tiny
 from tests.helpers.outputs import ALL, assert_close
 from tests.helpers.scripted import RandomTrees, continuations, scripted
 
-
-def batch(kind: str) -> dict[str, torch.Tensor]:
-    rows = 1 if kind == "alone" else 3
-    ids, mask = prompt(rows, seed=5), torch.ones(rows, 12, dtype=torch.long)
-    if kind == "padded":
-        mask[1, :4] = 0
-        mask[2, :2] = 0
-    return {"input_ids": ids * mask, "attention_mask": mask}
+PADS = {"alone": (0,), "batch": (0, 0, 0), "padded": (0, 4, 2)}
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("kind", ["alone", "batch", "padded"])
+@pytest.mark.parametrize("attn", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_every_entry(name: str, kind: str, do_sample: bool) -> None:
-    model, inputs = tiny(name, "eager"), batch(kind)
+def test_every_entry(name: str, attn: str, kind: str, do_sample: bool) -> None:
+    model, inputs = tiny(name, attn), left_padded(PADS[kind], seed=5)
     call: dict[str, Any] = {"max_new_tokens": 20, "pad_token_id": 0, "do_sample": do_sample}
     call |= {"eos_token_id": [5, 6, 7, 8], "top_k": 20} if do_sample else {"eos_token_id": [5, 6]}
     plain, ours, stats = compared(model, lambda: {**inputs, **call, **ALL}, 12)
@@ -39,21 +30,13 @@ def test_every_entry(name: str, kind: str, do_sample: bool) -> None:
     assert_close(ours.scores, plain.scores)
     assert_close(ours.logits, plain.logits)
     assert_close(ours.hidden_states, plain.hidden_states)
-    if kind != "padded":  # under pads plain's weights are of no meaning
+    if attn == "sdpa":  # which returns no weights
+        assert ours.attentions == plain.attentions
+    elif kind != "padded":  # under pads plain's weights are of no meaning
         assert_close(ours.attentions, plain.attentions)
     steps = model.compute_transition_scores(ours.sequences, ours.scores, normalize_logits=True)
     expected = model.compute_transition_scores(plain.sequences, plain.scores, normalize_logits=True)
     assert_close(steps, expected)
-
-
-@pytest.mark.parametrize("kind", ["alone", "padded"])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_attention_that_returns_no_weights(name: str, kind: str) -> None:
-    model, inputs = tiny(name, "sdpa"), batch(kind)
-    call = {"max_new_tokens": 20, "pad_token_id": 0, "do_sample": False, "eos_token_id": [5, 6]}
-    plain, ours, _ = compared(model, lambda: {**inputs, **call, **ALL}, 12)
-    assert ours.attentions == plain.attentions
-    assert_close(ours.hidden_states, plain.hidden_states)
 
 
 class Watches(StoppingCriteria):

@@ -155,7 +155,7 @@ def test_settings_that_are_off_do_not_conflict(model: Any, decoding: PlainDecodi
 
 def test_a_prediction_without_speculation(model: Any, decoding: PlainDecoding) -> None:
     expected = run(model)
-    with pytest.raises(ValueError, match="prediction"):
+    with pytest.raises(ValueError, match="pass speculative=True too"):
         run(model, prediction=[1, 2])
     assert torch.equal(run(model, prediction=[1, 2], speculative=False), expected)
     with pytest.raises(ValueError, match="prediction holds"):

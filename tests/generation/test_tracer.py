@@ -19,6 +19,7 @@ from lookahead_hf.generation.tracer import OTHER_PROCESS, Tracer
 from lookahead_hf.rows import Rows
 from lookahead_hf.trace import MODEL, Trace, TraceRow
 from lookahead_hf.trace.steps import PARTS
+from tests.helpers.compared import served, speculated
 from tests.helpers.device import on_device
 from tests.helpers.fakes import Recorder
 from tests.helpers.models import prompt, tiny
@@ -42,8 +43,8 @@ def test_the_tokens_of_a_trace_are_the_text(caplog: pytest.LogCaptureFixture) ->
             drafter = Scripted(continuations(plain, columns), RandomTrees(call.drafts))
             config = SpeculativeConfig((drafter,), budget=call.budget, trace=True)
             ours = generate(model, call, ids, streamer=Recorder(), speculative=config)
-            stats = lookahead_hf.last_stats(model)
-        assert ours is not None and stats is not None and stats.fallback_reason is None
+            stats = served(model)
+        assert ours is not None
         check(stats, continuations(ours, columns))
         seen["accepted"] += stats.num_accepted
         seen[str(stats.engine)] += 1
@@ -122,27 +123,24 @@ def test_the_device_engine_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
         drafter = Scripted(continuations(plain, 12), RandomTrees())
         config = SpeculativeConfig((drafter,), budget=8, trace=True)
         ours = model.generate(ids, **given, speculative=config)
-        stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.engine == "device" and stats.num_accepted > 0
+        stats = speculated(model)
+    assert stats.engine == "device"
     check(stats, continuations(ours, 12))
 
 
 @pytest.mark.parametrize("trace", [True, False])
-def test_a_fallback_has_a_trace_that_gives_the_reason(trace: bool) -> None:
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_a_trace_is_kept_where_it_is_asked_for(trace: bool, num_beams: int) -> None:
+    """That of a fallback gives the reason alone."""
     config = SpeculativeConfig(trace=trace, on_fallback="silent")
     with lookahead_hf.enabled(tiny("llama")) as model:
-        model.generate(prompt(), num_beams=2, max_new_tokens=3, speculative=config)
-        stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason == "beams"
-    assert stats.trace == (Trace(fallback_reason="beams") if trace else None)
-
-
-def test_without_the_option_there_is_no_trace() -> None:
-    with lookahead_hf.enabled(tiny("llama")) as model:
-        model.generate(prompt(), max_new_tokens=3, do_sample=False, speculative=True)
-        stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason is None
-    assert stats.trace is None and stats.to_dict()["trace"] is None
+        model.generate(prompt(), num_beams=num_beams, max_new_tokens=3, speculative=config)
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and (stats.trace is not None) == trace
+    assert (stats.to_dict()["trace"] is not None) == trace
+    assert stats.fallback_reason == ("beams" if num_beams > 1 else None)
+    if trace and num_beams > 1:
+        assert stats.trace == Trace(fallback_reason="beams")
 
 
 def test_a_draft_of_another_process_has_no_sources() -> None:

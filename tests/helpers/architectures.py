@@ -140,15 +140,20 @@ def build(model_type: str) -> Any:
     """Return a tiny model of a type in eval mode, None if these sizes do not make one."""
     try:
         config = small_config(CONFIG_MAPPING[model_type], model_type)
-        with torch.device("meta"):
-            shapes = AutoModelForCausalLM.from_config(config)
-        if sum(parameter.numel() for parameter in shapes.parameters()) > _MOST_PARAMETERS:
-            return None
+        check_size(AutoModelForCausalLM.from_config, config)
         model = built(with_sdpa(AutoModelForCausalLM.from_config), config).float()
     except Exception:  # a configuration may object to sizes in any way
         return None
     model.generation_config.forced_bos_token_id = None
     return model
+
+
+def check_size(make: Callable[..., Any], config: Any) -> None:
+    """Raise ValueError if what `make` makes from a configuration is not small."""
+    with torch.device("meta"):
+        count = sum(parameter.numel() for parameter in make(config).parameters())
+    if count > _MOST_PARAMETERS:
+        raise ValueError(f"{count} parameters")
 
 
 def with_sdpa(make: Callable[..., Any]) -> Callable[..., Any]:

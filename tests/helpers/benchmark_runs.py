@@ -16,17 +16,23 @@ from tests.helpers import models
 ROOT = Path(__file__).parents[2]
 
 
-def run_program(name: str, folder: Path, options: str) -> list[dict[str, Any]]:
-    """Run `benchmarks/<name>.py` with these options; return the lines of its report."""
-    report = folder / f"{name}.json"
+def printed(name: str, options: str) -> str:
+    """Run `benchmarks/<name>.py` with these options; return what it prints."""
     done = subprocess.run(
-        [sys.executable, f"benchmarks/{name}.py", *options.split(), "--json", str(report)],
+        [sys.executable, f"benchmarks/{name}.py", *options.split()],
         capture_output=True,
         text=True,
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run_program(name: str, folder: Path, options: str) -> list[dict[str, Any]]:
+    """Run a program with these options; return the lines of its report."""
+    report = folder / f"{name}.json"
+    printed(name, f"{options} --json {report}")
     lines: list[dict[str, Any]] = json.loads(report.read_text())["lines"]
     return lines
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 import lookahead_hf
@@ -25,13 +26,15 @@ def compared(
     call: Callable[[], dict[str, Any]],
     columns: int,
     script: Callable[[list[int]], Tree] | None = None,
+    config: lookahead_hf.SpeculativeConfig | None = None,
+    brought: dict[str, Any] | None = None,
     **fields: Any,
 ) -> Compared:
     """Run a call both ways; assert the same text, the same generator state, and speculation.
 
-    `call` makes the arguments of each way, so that nothing is shared. Its sequences have `columns`
-    before the first generated one. What is drafted from plain's text is random trees around it, or
-    what a script says.
+    `call` makes the arguments of each way, so that nothing is shared; ours gets those `brought`,
+    too. Its sequences have `columns` before the first generated one. What is drafted from plain's
+    text is random trees around it, or what a script says, unless a configuration drafts otherwise.
     """
     random_state = torch.cuda.get_rng_state if model.device.type == "cuda" else torch.get_rng_state
     torch.manual_seed(7)
@@ -39,9 +42,9 @@ def compared(
     after = random_state()
     truths = continuations(_ids(plain), columns)
     torch.manual_seed(7)
-    config = replace(scripted(truths, script or RandomTrees()), **fields)
+    config = replace(config or scripted(truths, script or RandomTrees()), **fields)
     with lookahead_hf.enabled(model):
-        ours = model.generate(**call(), speculative=config)
+        ours = model.generate(**call(), **(brought or {}), speculative=config)
     assert _ids(ours).tolist() == _ids(plain).tolist()
     assert torch.equal(random_state(), after)
     return Compared(plain, ours, speculated(model))
@@ -58,12 +61,38 @@ def assert_same_logits(outputs: Any) -> None:
     torch.testing.assert_close(ours, plain, rtol=0.0, atol=tolerance)
 
 
+def left_to_plain(
+    model: Any, call: Callable[[], dict[str, Any]], match: str
+) -> pytest.WarningsRecorder:
+    """Assert that a call writes plain's text and warns why; return the warnings."""
+    plain = model.generate(**call())
+    warns = pytest.warns(lookahead_hf.SpeculationFallbackWarning, match=match)
+    with lookahead_hf.enabled(model), warns as warned:
+        ours = model.generate(**call(), speculative=True)
+    assert _ids(ours).tolist() == _ids(plain).tolist()
+    return warned
+
+
+def reason_of(model: Any) -> Any:
+    """Why this model's last call ran plainly; None if it did not."""
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None
+    return stats.fallback_reason
+
+
+def served(model: Any) -> lookahead_hf.SpeculativeStats:
+    """The statistics of this model's last call, which did not run plainly."""
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason is None
+    return stats
+
+
 def speculated(model: Any) -> lookahead_hf.SpeculativeStats:
     """The statistics of this model's last call, which accepted draft tokens."""
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
+    stats = served(model)
+    assert stats.num_accepted > 0
     return stats
 
 
 def _ids(output: Any) -> torch.Tensor:
-    return output if isinstance(output, torch.Tensor) else output.sequences
+    return output if isinstance(output, torch.Tensor) else output["sequences"]

@@ -7,39 +7,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tests.helpers.models import IDS, enlarged
-
-_SIZES = {
-    **IDS,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-}
-_FIELDS: dict[str, dict[str, Any]] = {
-    "glm4_moe": {"n_routed_experts": 4, "head_dim": 8},
-    "deepseek_v3": {
-        **{"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_key_value_heads": 4},
-        **{"kv_lora_rank": 16, "q_lora_rank": 16, "v_head_dim": 8},
-        **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 8},
-    },
-    "mellum": {
-        "num_experts": 4,
-        "head_dim": 8,
-        "sliding_window": 8,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
-}
+from tests.helpers.models import tiny
 
 
 def with_layers(model_type: str, num_layers: int = 1) -> tuple[Any, Any]:
@@ -47,19 +18,16 @@ def with_layers(model_type: str, num_layers: int = 1) -> tuple[Any, Any]:
 
     Types are "glm4_moe", "deepseek_v3" and "mellum", whose only layer sees a window of 8 tokens.
     """
-    fields = {**_SIZES, **_FIELDS[model_type], "num_mtp_layers": num_layers}
-    config = CONFIG_MAPPING[model_type](**fields)
+    model = tiny(model_type, num_mtp_layers=num_layers)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+        torch.manual_seed(1)
         layers = MtpModel(model, num_layers).eval()
         for parameter in layers.layers.parameters():  # it leaves some as they are in memory
             if parameter.dim() > 1:
                 torch.nn.init.normal_(parameter, std=0.02)
         for buffer in layers.layers.buffers():
             buffer.zero_()
-    model.generation_config.eos_token_id = None
-    return enlarged(model, 3.0), layers
+    return model, layers
 
 
 def states_of(model: Any, text: list[int]) -> torch.Tensor:

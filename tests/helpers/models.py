@@ -1,4 +1,8 @@
-"""Tiny random models, built in memory: the same weights for the same arguments."""
+"""Tiny random models, built in memory: the same weights for the same arguments.
+
+This is the table of those that tests know by name. Types that need no name have helpers that find
+sizes themselves: architectures.py and multimodal.py.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,12 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 VOCAB = 100
@@ -38,6 +47,42 @@ _TWO_KINDS = {
     "sliding_window": 6,
     "head_dim": 12,
 }
+_FEW_EXPERTS = {
+    **{**_COMMON, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+    **{"moe_intermediate_size": 16, "num_experts_per_tok": 2},
+}
+_T5 = {
+    **{"vocab_size": VOCAB, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0},
+    **{"d_model": 48, "d_kv": 12, "d_ff": 96, "num_layers": 3, "num_heads": 4},
+    **{"relative_attention_num_buckets": 8, "relative_attention_max_distance": 16},
+}
+_TWO_HALVES = {
+    **{"d_model": 48, "encoder_layers": 2, "decoder_layers": 3},
+    **{"encoder_attention_heads": 4, "decoder_attention_heads": 4},
+    **{"encoder_ffn_dim": 96, "decoder_ffn_dim": 96},
+}
+_BART = {
+    **{**IDS, **_TWO_HALVES, "max_position_embeddings": 64, "scale_embedding": False},
+    **{"decoder_start_token_id": 2, "forced_eos_token_id": None},
+}
+_GEMMA = {
+    **{"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 4},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "sliding_window": 12},
+}
+_T5GEMMA = {
+    **{"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1},
+    **{"encoder": _GEMMA, "decoder": _GEMMA},
+}
+_WHISPER = {
+    **{**_TWO_HALVES, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 64},
+    **{"suppress_tokens": None, "begin_suppress_tokens": None, "tie_word_embeddings": False},
+}
+_MOONSHINE = {
+    **{"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2, "decoder_start_token_id": 2},
+    **{"hidden_size": 48, "intermediate_size": 96, "tie_word_embeddings": False},
+    **{"encoder_num_hidden_layers": 2, "decoder_num_hidden_layers": 3},
+    **{"encoder_num_attention_heads": 4, "decoder_num_attention_heads": 4},
+}
 _FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _COMMON),
     "qwen3": ("qwen3", {**_COMMON, "head_dim": 12}),
@@ -63,28 +108,50 @@ _FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("opt", {**_COMMON, "ffn_dim": 96, "word_embed_proj_dim": 48}),
     "gemma2": ("gemma2", {**_TWO_KINDS, "attn_logit_softcapping": 2.0}),
     "gpt_oss": ("gpt_oss", {**_TWO_KINDS, "num_local_experts": 2, "num_experts_per_tok": 1}),
+    "glm4_moe": ("glm4_moe", {**_FEW_EXPERTS, "n_routed_experts": 4, "head_dim": 8}),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            **{**_FEW_EXPERTS, "n_routed_experts": 4, "num_key_value_heads": 4},
+            **{"n_group": 1, "topk_group": 1, "kv_lora_rank": 16, "q_lora_rank": 16},
+            **{"v_head_dim": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8},
+        },
+    ),
+    "mellum": (
+        "mellum",
+        {
+            **{**_FEW_EXPERTS, "num_experts": 4, "head_dim": 8, "sliding_window": 8},
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "t5gemma": ("t5gemma", _T5GEMMA),
+    "whisper": ("whisper", _WHISPER),
+    "moonshine": ("moonshine", _MOONSHINE),
 }
 
-_SCALE = {"llama": 5.0, "qwen3": 5.0, "gpt2": 4.0, "mixtral": 6.0}
+_SCALE = {"llama": 5.0, "qwen3": 5.0, "gpt2": 4.0, "mixtral": 6.0, "whisper": 4.0, "moonshine": 4.0}
 
 
 def tiny(
-    name: str, attn: str = "sdpa", seed: int = 0, scale: float | None = None, **own: Any
+    name: str, attn: str | None = None, seed: int = 0, scale: float | None = None, **own: Any
 ) -> Any:
     """Return a tiny random model in eval mode whose texts are varied and do not end by themselves.
 
     Args:
-        name: One of `NAMES`, "phi3" or "opt"; "gemma2" or "gpt_oss", for eager attention.
-        attn: Attention implementation.
+        name: One of `_FIELDS`, or the type of another encoder-decoder model of text.
+        attn: Attention implementation; by default "sdpa", of pairs for text "eager".
         seed: Seed of the weights.
         scale: What the matrices are multiplied with. The default makes texts varied: some loops,
             which drafts can foresee, and much that is new.
         **own: Fields of the configuration that differ.
     """
-    model_type, fields = _FIELDS[name]
+    model_type, fields = _FIELDS.get(name, (name, _T5 if "t5" in name else _BART))
     config = CONFIG_MAPPING[model_type](**{**fields, **own})
-    factor = _SCALE.get(name, 3.0) if scale is None else scale
-    return built(AutoModelForCausalLM.from_config, config, attn, factor, seed)
+    kinds = AutoModelForSpeechSeq2Seq, AutoModelForSeq2SeqLM, AutoModelForCausalLM
+    kind = next(each for each in kinds if type(config) in each._model_mapping)
+    is_pair = kind is AutoModelForSeq2SeqLM
+    factor = scale or _SCALE.get(name, 3.5 if is_pair else 3.0)
+    return built(kind.from_config, config, attn or ("eager" if is_pair else "sdpa"), factor, seed)
 
 
 def built(
@@ -119,9 +186,9 @@ def unsure(model: Any, noise: float = 0.1) -> Any:
     return other
 
 
-def characters(**settings: Any) -> PreTrainedTokenizerFast:
-    """Return a tokenizer for the tiny models with one character per token id, from "!" on."""
-    tokenizer = Tokenizer(BPE({chr(33 + token): token for token in range(VOCAB)}, merges=[]))
+def characters(order: Sequence[int] = range(VOCAB), **settings: Any) -> PreTrainedTokenizerFast:
+    """Return a tokenizer for the tiny models: characters from "!" on have these token ids."""
+    tokenizer = Tokenizer(BPE({chr(33 + at): token for at, token in enumerate(order)}, merges=[]))
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings)
 

@@ -11,7 +11,7 @@ import transformers
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tests.helpers.architectures import small_config, with_sdpa
+from tests.helpers.architectures import check_size, small_config, with_sdpa
 from tests.helpers.models import VOCAB, built
 
 PICTURE, SOUND = VOCAB - 3, VOCAB - 2
@@ -26,8 +26,6 @@ CLASSES: dict[str, str] = {
 
 ALL_CLASSES = {**modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, **CLASSES}
 """These and the encoder-decoders of text."""
-
-_MOST_PARAMETERS = 30_000_000
 
 _NAMES = {
     32: "embed_dim encoder_hidden_size vision_hidden_size mm_hidden_size out_hidden_size "
@@ -111,11 +109,7 @@ def build(model_type: str, scale: float = 3.0) -> Any:
         config.vision_start_token_id = _PLACEHOLDERS["vision_start_token_id"]
     config.is_encoder_decoder = kind().is_encoder_decoder
     model_class = getattr(transformers, ALL_CLASSES[model_type])
-    with torch.device("meta"):
-        shapes = model_class(config)
-    count = sum(parameter.numel() for parameter in shapes.parameters())
-    if count > _MOST_PARAMETERS:
-        raise ValueError(f"{count} parameters")
+    check_size(model_class, config)
 
     def make(config: Any, attn_implementation: str) -> Any:
         model = with_sdpa(model_class._from_config)(config, attn_implementation).float()

@@ -10,7 +10,7 @@ import torch
 
 import lookahead_hf
 from tests.helpers.calls import GREEDY
-from tests.helpers.compared import compared
+from tests.helpers.compared import compared, served
 from tests.helpers.device import TapeRecorder
 from tests.helpers.models import prompt, tiny
 from tests.helpers.scripted import RandomTrees, scripted
@@ -79,8 +79,6 @@ def streamed(
     model.generation_config.eos_token_id = None
     lookahead_hf.enable(model)
     output = model.generate(prompt(), **GREEDY, speculative=config, streamer=streamer)
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None
-    assert stats.fallback_reason is None
+    stats = served(model)
     assert stats.engine == "device"
     return output[0].tolist(), stats

@@ -6,26 +6,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import (
-    MoonshineConfig,
-    MoonshineForConditionalGeneration,
-    WhisperConfig,
-    WhisperFeatureExtractor,
-    WhisperForConditionalGeneration,
-    WhisperTokenizer,
-)
+from transformers import WhisperFeatureExtractor, WhisperTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from tests.helpers.models import built
+from tests.helpers.models import tiny
 
 FRAMES = 40
 """Frames of sound that the tiny Whisper hears at once."""
 
-_SIZES: dict[str, Any] = {
-    **{"d_model": 48, "encoder_layers": 2, "decoder_layers": 3},
-    **{"encoder_attention_heads": 4, "decoder_attention_heads": 4},
-    **{"encoder_ffn_dim": 96, "decoder_ffn_dim": 96},
-}
 _SPECIAL = ["<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|translate|>", "<|transcribe|>"]
 _SPECIAL += ["<|startoflm|>", "<|startofprev|>", "<|nocaptions|>", "<|notimestamps|>"]
 
@@ -38,27 +26,16 @@ def whisper_tokenizer() -> WhisperTokenizer:
     return WhisperTokenizer(vocab=vocab, merges=[], extra_special_tokens=_SPECIAL[1:])
 
 
-def tiny_whisper(attn: str = "sdpa", scale: float = 4.0) -> Any:
+def tiny_whisper(attn: str = "sdpa") -> Any:
     """A tiny random Whisper whose texts are varied and do not end by themselves."""
     tokenizer = whisper_tokenizer()
     ids = dict(zip(_SPECIAL, tokenizer.convert_tokens_to_ids(_SPECIAL), strict=True))
-    config = WhisperConfig(
-        vocab_size=len(tokenizer),
-        num_mel_bins=8,
-        **_SIZES,
-        max_source_positions=FRAMES // 2,
-        max_target_positions=64,
-        pad_token_id=ids["<|endoftext|>"],
-        bos_token_id=ids["<|endoftext|>"],
-        eos_token_id=ids["<|endoftext|>"],
-        decoder_start_token_id=ids["<|startoftranscript|>"],
-        suppress_tokens=None,
-        begin_suppress_tokens=None,
-        tie_word_embeddings=False,
-    )
-    model = built(WhisperForConditionalGeneration._from_config, config, attn, scale)
+    end, start = ids["<|endoftext|>"], ids["<|startoftranscript|>"]
+    own = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), end)
+    own |= {"vocab_size": len(tokenizer), "decoder_start_token_id": start}
+    model = tiny("whisper", attn, **own)
     settings = model.generation_config
-    settings.eos_token_id = config.eos_token_id
+    settings.eos_token_id = end
     # Bytes that are no characters would make different texts look the same.
     ascii_ones = {token for token in range(256) if tokenizer.decode([token]).isascii()}
     settings.suppress_tokens = sorted(set(range(256)) - ascii_ones | set(ids.values()))
@@ -74,25 +51,6 @@ def whisper_features() -> WhisperFeatureExtractor:
     return WhisperFeatureExtractor(
         feature_size=8, sampling_rate=16_000, hop_length=800, chunk_length=2, n_fft=800
     )
-
-
-def tiny_moonshine(vocab_size: int, scale: float = 4.0) -> Any:
-    """A tiny random Moonshine, whose decoder has rotary positions."""
-    config = MoonshineConfig(
-        vocab_size=vocab_size,
-        hidden_size=48,
-        intermediate_size=96,
-        encoder_num_hidden_layers=2,
-        decoder_num_hidden_layers=3,
-        encoder_num_attention_heads=4,
-        decoder_num_attention_heads=4,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=2,
-        decoder_start_token_id=2,
-        tie_word_embeddings=False,
-    )
-    return built(MoonshineForConditionalGeneration._from_config, config, "sdpa", scale)
 
 
 def frames(rows: int = 1, columns: int = FRAMES, seed: int = 0) -> torch.Tensor:

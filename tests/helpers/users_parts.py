@@ -1,4 +1,4 @@
-"""Processors and criteria as callers of `generate` write them."""
+"""Processors, criteria and functions as callers of `generate` write them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,17 @@ from transformers import LogitsProcessor, StoppingCriteria
 from tests.helpers.models import VOCAB
 
 
-def allowed_tokens(row: int, ids: torch.Tensor) -> list[int]:
-    """Tokens that may follow, by row and prefix."""
-    return [token for token in range(VOCAB) if (token + int(ids.sum()) + row) % 3]
+class Allowed:
+    """Allows tokens by row, prefix and the number of its calls; may draw random numbers."""
+
+    def __init__(self, draws: bool) -> None:
+        self.draws, self.asked = draws, 0
+
+    def __call__(self, row: int, ids: torch.Tensor) -> list[int]:
+        self.asked += 1
+        if self.draws:
+            torch.rand(())
+        return [token for token in range(VOCAB) if (token + int(ids.sum()) + row + self.asked) % 3]
 
 
 class Leans(LogitsProcessor):
@@ -48,6 +56,15 @@ class Draws(LogitsProcessor):
         return scores + 3.0 * torch.rand(scores.shape)
 
 
+class EditsText(LogitsProcessor):
+    """Redacts some tokens of prompt and text, and prefers tokens by what it has left."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        input_ids[input_ids % 10 == 3] = 7
+        liked = (input_ids.sum(1, keepdim=True) + torch.arange(scores.shape[1])) % 4 == 0
+        return scores + 2.0 * liked
+
+
 class Unknown(LogitsProcessor):
     """Changes nothing, but nobody can know that: the rows of a batch take steps together."""
 
@@ -60,6 +77,7 @@ PROCESSORS: dict[str, type[LogitsProcessor]] = {
     "counts": Counts,
     "mixes": Mixes,
     "draws": Draws,
+    "edits": EditsText,
 }
 
 
@@ -93,4 +111,18 @@ class AnswersBool(Criterion):
         return bool(self.ended(input_ids).any())
 
 
-CRITERIA: dict[str, type[Criterion]] = {"row": EndsRow, "all": EndsAll, "bool": AnswersBool}
+class EditsNewest(EndsRow):
+    """Changes the newest token before the model reads it."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        newest = input_ids[:, -1]
+        newest -= (newest % 6 == 1).long()
+        return self.ended(input_ids)
+
+
+CRITERIA: dict[str, type[Criterion]] = {
+    "row": EndsRow,
+    "all": EndsAll,
+    "bool": AnswersBool,
+    "edits": EditsNewest,
+}

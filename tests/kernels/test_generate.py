@@ -16,14 +16,9 @@ from lookahead_hf.patches.tree_attention import BlockTree
 from lookahead_hf.runner.cuda import transfer
 from lookahead_hf.support import self_test
 from tests.helpers import models
-from tests.helpers.compared import compared, speculated
+from tests.helpers.compared import compared, served, speculated
 from tests.helpers.flash import with_flash
-from tests.helpers.scripted import (
-    RandomTrees,
-    Scripted,
-    right,
-    second_child_right,
-)
+from tests.helpers.scripted import RandomTrees, Scripted, right, second_child_right
 
 NEW = 7
 WINDOWS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
@@ -34,10 +29,7 @@ pytestmark = pytest.mark.usefixtures("calls")
 
 def ragged(device: torch.device) -> dict[str, Any]:
     """Two prompts of different lengths, padded on the left."""
-    mask = torch.ones(2, 14, dtype=torch.long)
-    mask[1, :9] = 0
-    ids = models.prompt(2, 14).masked_fill(mask == 0, 0)
-    return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+    return {name: each.to(device) for name, each in models.left_padded((0, 9), 14).items()}
 
 
 def run(model: Any, inputs: dict[str, Any], device: torch.device, **settings: Any) -> Any:
@@ -72,8 +64,7 @@ def test_drafting_learns_from_the_pass_of_verification(
 ) -> None:
     """The verdict is on its way before the best tokens are looked for, which come behind it."""
     model = models.tiny("llama", num_hidden_layers=1).to(device)
-    given = {"input_ids": models.prompt(2).to(device), "max_new_tokens": 24, "pad_token_id": 0}
-    plain = model.generate(**given, do_sample=False)
+    given = {"input_ids": models.prompt(2).to(device), "max_new_tokens": 24, "do_sample": False}
     order: list[str] = []
     send, topk = transfer.HostCopy.send, kernels.topk_rows
 
@@ -90,10 +81,8 @@ def test_drafting_learns_from_the_pass_of_verification(
     monkeypatch.setattr(kernels, "topk_rows", looked)
     few = {"recycling": {"top_k": 4, "num_next": 4}}
     config = SpeculativeConfig(drafters=("recycling",), budget=6, options=few)
-    with lookahead_hf.enabled(model):
-        ours = model.generate(**given, do_sample=False, speculative=config)
-    stats = speculated(model)
-    assert ours.tolist() == plain.tolist() and stats.engine == "device"
+    stats = compared(model, lambda: dict(given), 12, config=config).stats
+    assert stats.engine == "device"
     assert order == ["copy", "topk", "copy"] * stats.num_steps
     assert calls["topk_rows"] == calls["verify_tree"] == stats.num_steps
 
@@ -198,8 +187,8 @@ def invariant(model: Any, engine: str, **fields: Any) -> tuple[list[list[int]], 
     config = SpeculativeConfig(draft_invariant=True, compiled_layers=False, **fields)
     with lookahead_hf.enabled(model):
         output = model.generate(ids, **call, speculative=config)
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason is None and stats.engine == engine
+    stats = served(model)
+    assert stats.engine == engine
     if engine == "device":
         return output.tolist(), torch.empty(0), stats
     return output.sequences.tolist(), torch.stack(output.logits), stats
@@ -213,10 +202,7 @@ def test_trees_leave_every_bit_alone(
     model = models.tiny(name, num_hidden_layers=1).to(device)
     text, logits, _ = invariant(model, engine, budget=0)
     truth = [row[70:] for row in text]
-    drafters: tuple[Any, ...] = (
-        Scripted(truth, second_child_right),
-        Scripted(truth, right(3)),
-    )
+    drafters = Scripted(truth, second_child_right), Scripted(truth, right(3))
     for drafter in drafters:
         before = calls["tree_attention"]
         same = invariant(model, engine, drafters=(drafter,), budget=12)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 import lookahead_hf
 from lookahead_hf.model.facts import facts_of
 from tests.helpers.architectures import build
-from tests.helpers.encoder_decoder import texts, tiny_pair
+from tests.helpers.encoder_decoder import texts
 from tests.helpers.models import prompt, tiny
 
 CALL: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
@@ -50,7 +50,7 @@ def test_a_warm_call_walks_over_the_modules_at_most_three_times(
     name: str, rows: int, walks: Counter[str]
 ) -> None:
     if name in PAIRS:
-        model, inputs = tiny_pair(name), texts(rows)
+        model, inputs = tiny(name), texts(rows)
     else:
         is_tiny = name in ("llama", "gemma3", "gpt2")
         model, inputs = tiny(name) if is_tiny else build(name), {"input_ids": prompt(rows)}

@@ -40,13 +40,13 @@ def double(x):
 """
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Callable[[], None]]]:
     with nothing_compiled(monkeypatch) as pending:
         yield pending
 
 
-def test_a_call_waits_only_while_compiling(work: list[Callable[[], None]]) -> None:
+def test_a_call_waits_only_while_compiling() -> None:
     go = threading.Event()
     of_process.register(lambda: bool(go.wait(60)))
     assert not of_process.ready() and not of_process.ready()
@@ -56,9 +56,7 @@ def test_a_call_waits_only_while_compiling(work: list[Callable[[], None]]) -> No
     assert of_process.ready() and of_process.compiled()
 
 
-def test_only_the_call_that_begins_to_load_waits(
-    work: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_call_that_begins_to_load_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     go, waited = threading.Event(), list[float | None]()
     of_process.register(lambda: bool(go.wait(60)))
     with monkeypatch.context() as patched:
@@ -69,7 +67,7 @@ def test_only_the_call_that_begins_to_load_waits(
     assert waited == [2.0]
 
 
-def test_what_failed_is_compiled_again_on_request(work: list[Callable[[], None]]) -> None:
+def test_what_failed_is_compiled_again_on_request() -> None:
     seen: list[bool] = []
 
     def compile_later() -> None:
@@ -89,9 +87,7 @@ def test_what_failed_is_compiled_again_on_request(work: list[Callable[[], None]]
     assert of_process.available() and of_process.compiled()
 
 
-def test_a_thread_that_cannot_be_started_costs_no_call(
-    work: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_that_cannot_be_started_costs_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -102,7 +98,7 @@ def test_a_thread_that_cannot_be_started_costs_no_call(
 
 @pytest.mark.parametrize("loads", [False, True])
 def test_a_process_that_is_forked_in_mid_loading_loads_nothing(
-    work: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch, loads: bool
+    monkeypatch: pytest.MonkeyPatch, loads: bool
 ) -> None:
     lock = threading.Lock()
     monkeypatch.setattr(of_process, "lock", lock)
@@ -114,9 +110,7 @@ def test_a_process_that_is_forked_in_mid_loading_loads_nothing(
     assert of_process.available() == of_process.compiled() == (not loads)
 
 
-def test_without_numba_nothing_waits(
-    work: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_numba_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     of_process.register(lambda: pytest.fail("there is nothing to compile with"))
     monkeypatch.setattr(compilation, "_is_installed", lambda: False)
     assert not of_process.ready() and not of_process.available()
@@ -204,7 +198,7 @@ def test_damaged_files_are_written_anew(folder: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("other", ["is forbidden", "fails", "compiles"])
 def test_another_process_compiles_what_is_not_saved(
-    work: list[Callable[[], None]], folder: Path, monkeypatch: pytest.MonkeyPatch, other: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, other: str
 ) -> None:
     done: list[Any] = []
     module = toy(folder)
@@ -265,7 +259,7 @@ def finished() -> int:
 
 
 def test_the_other_process_imports_as_this_one_does(
-    work: list[Callable[[], None]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "signal.py").write_text("raise SystemExit('this is not the standard library')")
     folder = tmp_path / """some "folder's" {name}"""
@@ -316,7 +310,7 @@ of_process.register(warm_up)
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="only Linux has an idle priority")
 def test_a_process_that_gets_no_core_goes_on_at_normal_priority(
-    work: list[Callable[[], None]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     pending("starved_work", STARVED.format(parent=os.getpid()), tmp_path, monkeypatch, 0.5)
@@ -339,7 +333,6 @@ def test_steps_give_way_to_a_process_that_gets_no_core(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(("later", "ended"), [(119.0, []), (121.0, ["killed", 8])])
 def test_after_two_minutes_the_process_is_ended_and_this_one_compiles(
-    work: list[Callable[[], None]],
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     later: float,

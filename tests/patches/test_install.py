@@ -19,7 +19,6 @@ from lookahead_hf.generation import decode
 from lookahead_hf.patches import attention, forward, implicit_positions, install
 from lookahead_hf.patches import patched as patched_module
 from lookahead_hf.patches.patched import patched
-from tests.helpers.encoder_decoder import tiny_pair
 from tests.helpers.models import prompt, tiny
 
 ROOMS = (attention, implicit_positions, forward, patched_module, install)
@@ -73,8 +72,8 @@ def state(model: Any) -> list[Any]:
 def test_an_interrupt_at_any_line(what: str, is_nested: bool) -> None:
     makes: dict[str, tuple[Any, Callable[[Any], AbstractContextManager[None]]]] = {
         "attention": (tiny("gemma3"), patched),
-        "table": (tiny_pair("bart"), patched),
-        "bias": (tiny_pair("t5"), patched),
+        "table": (tiny("bart"), patched),
+        "bias": (tiny("t5"), patched),
         "cudnn": (tiny("llama"), lambda _: forward.without_cudnn()),
     }
     model, context = makes[what]

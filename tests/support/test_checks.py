@@ -12,7 +12,6 @@ from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.support import checks
 from lookahead_hf.support.checks import Purpose
 from tests.helpers.architectures import build
-from tests.helpers.encoder_decoder import tiny_pair
 from tests.helpers.models import tiny
 
 PACKAGE = Path(lookahead_hf.__file__).parent
@@ -39,7 +38,7 @@ def test_each_purpose_has_checks_of_its_own() -> None:
         Purpose.ASSISTANT: stateful,
         Purpose.REQUESTS: stateful,
     }
-    found = {purpose: refusal(tiny_pair("t5"), purpose) for purpose in Purpose}
+    found = {purpose: refusal(tiny("t5"), purpose) for purpose in Purpose}
     assert found == dict.fromkeys(Purpose) | {Purpose.REQUESTS: FallbackReason.CONTINUOUS_BATCHING}
 
 

@@ -11,7 +11,7 @@ from transformers.generation import logits_process as hf
 import lookahead_hf
 from lookahead_hf.verification import batched_walk, walk
 from tests.helpers.compared import compared
-from tests.helpers.models import characters, prompt
+from tests.helpers.models import characters, left_padded
 from tests.helpers.random_calls import smallest
 from tests.helpers.requests import DRAFTED, alone, prompts, settings, speculated
 from tests.helpers.scripted import RandomTrees, right
@@ -38,11 +38,8 @@ def together(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def call(rows: int, **settings: Any) -> dict[str, Any]:
-    ids = prompt(rows)
-    mask = torch.ones_like(ids)
-    mask[-1, :3] = 0
-    given = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 20, "pad_token_id": 0}
-    return {**given, **settings}
+    pads = (*[0] * (rows - 1), 3)
+    return {**left_padded(pads), "max_new_tokens": 20, "pad_token_id": 0, **settings}
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: next(iter([*s][1:])))

@@ -8,28 +8,24 @@ import numpy as np
 import pytest
 from transformers import LogitsProcessorList
 
-import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.draft import Verdict
-from tests.helpers.compared import speculated
+from tests.helpers.calls import GREEDY
+from tests.helpers.compared import compared
 from tests.helpers.models import prompt, tiny
-from tests.helpers.scripted import continuations, right, scripted
+from tests.helpers.scripted import continuations, right
 from tests.helpers.users_parts import Unknown
 
 
 @pytest.mark.parametrize("drafters", ["script", ("ngram",), ("recycling",)])
 def test_finished_rows_are_not_counted(drafters: Any) -> None:
-    model, ids = lookahead_hf.enable(tiny("llama")), prompt(3, seed=4)
-    call = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0}
+    model = tiny("llama")
+    call = {"input_ids": prompt(3, seed=4), **GREEDY, "max_new_tokens": 60}
     call["logits_processor"] = LogitsProcessorList([Unknown()])
-    texts = continuations(model.generate(ids, **call), 12)
-    call["eos_token_id"] = next(token for token in texts[0] if 8 < texts[0].index(token) < 20)
-    plain = model.generate(ids, **call)
-    truths = continuations(plain, 12)
+    text = continuations(model.generate(**call), 12)[0]
+    call["eos_token_id"] = next(token for token in text if 8 < text.index(token) < 20)
     config = SpeculativeConfig(drafters=drafters, budget=8) if drafters != "script" else None
-    config = config or scripted(truths, right(5))
-    assert model.generate(ids, **call, speculative=config).tolist() == plain.tolist()
-    stats = speculated(model)
+    stats = compared(model, lambda: dict(call), 12, right(5), config).stats
     assert stats.engine == "lockstep"
     lengths = [row.num_emitted for row in stats.row_stats]
     assert len(set(lengths)) > 1

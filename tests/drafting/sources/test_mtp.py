@@ -20,7 +20,7 @@ from lookahead_hf.drafting.sources.mtp import KeptLayers, MtpDrafter
 from lookahead_hf.fallback import FallbackReason
 from lookahead_hf.model_state import state_of
 from tests.helpers.calls import GREEDY, padded
-from tests.helpers.compared import compared, speculated
+from tests.helpers.compared import compared, reason_of, speculated
 from tests.helpers.device import taped
 from tests.helpers.drafts import emit, rows_of
 from tests.helpers.heads import fit, save_with_layers, states_of, with_layers, written
@@ -179,8 +179,7 @@ def test_use_mtp_adds_the_drafter(checkpoint: Any) -> None:
     lookahead_hf.enable(model, default=silent)  # a mere default leaves it to transformers
     one = {**padded("left", 1), **GREEDY, "use_mtp": True}
     assert model.generate(**one).tolist() == plain[:1].tolist()
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason == FallbackReason.DECODING_METHOD
+    assert reason_of(model) == FallbackReason.DECODING_METHOD
 
 
 def test_a_cache_of_earlier_turns(checkpoint: Any) -> None:

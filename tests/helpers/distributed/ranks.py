@@ -18,7 +18,7 @@ from transformers.distributed import DistributedConfig
 
 import lookahead_hf
 from lookahead_hf import ngram_pool
-from tests.helpers.models import VOCAB, prompt
+from tests.helpers.models import VOCAB, left_padded, prompt
 
 SECONDS = 400
 """After that processes count as waiting for each other."""
@@ -134,10 +134,7 @@ def one_row(seed: int = 0) -> dict[str, torch.Tensor]:
 
 def two_rows() -> dict[str, torch.Tensor]:
     """Two prompts, one of them shorter."""
-    ids = prompt(rows=2)
-    mask = torch.ones_like(ids)
-    ids[1, :5], mask[1, :5] = 0, 0
-    return {"input_ids": ids, "attention_mask": mask}
+    return left_padded((0, 5))
 
 
 def of_whole_batch(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

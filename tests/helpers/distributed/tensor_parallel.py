@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import distributed
 from torch.distributed.tensor import parallel
-from transformers.generation import BaseStreamer
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
@@ -18,6 +17,7 @@ from lookahead_hf.drafting.control.cost_model import KEPT_SAMPLES, SIZES, CostCu
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.memory import memory_of
 from lookahead_hf.rows import Rows
+from tests.helpers.compared import served
 from tests.helpers.distributed.ranks import (
     BUDGET,
     SAMPLED,
@@ -88,20 +88,6 @@ class KnownCosts:
         return []
 
 
-class GoesAway(BaseStreamer):
-    """A reader that hangs up."""
-
-    num_put = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        self.num_put += 1
-        if self.num_put == 9:
-            raise ConnectionError("the client went away")
-
-    def end(self) -> None:
-        raise AssertionError("not reached")
-
-
 def calls(rank: int, folder: Path) -> Found:
     """All calls, by name."""
     model = spread(folder / "model", tp_size=2, tp_plan="auto")
@@ -154,9 +140,7 @@ def apart(model: Any, rank: int) -> Found:
         ("ends", {"stopping_criteria": [EndsAt(28 + 5 * rank)]}),
     ):
         output = model.generate(**settings, **given, speculative=BUDGET)
-        stats = lookahead_hf.last_stats(model)
-        assert stats is not None
-        found[name] = {"ours": values(output), "stats": stats.to_dict()}
+        found[name] = {"ours": values(output), "stats": served(model).to_dict()}
     found["scores"]["plain"] = values(model.generate(**settings, logits_processor=[Tilts(0)]))
     found["ends"]["plain"] = values(model.generate(**settings, stopping_criteria=[EndsAt(28)]))
     return found
@@ -173,7 +157,7 @@ def failures(model: Any, rank: int) -> Found:
     found["drafter fails"]["warned"] = any(
         "failed and is left out" in str(w.message) for w in caught
     )
-    streamer: Any = Recorder() if rank else GoesAway()
+    streamer = Recorder(-1 if rank else 8)
     try:
         model.generate(**one_row(), **SETTINGS, speculative=BUDGET, streamer=streamer)
         found["breaks off"] = "ended"
