@@ -15,6 +15,7 @@ from lookahead_hf.call import execution
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.model_state import state_of
 from lookahead_hf.ngram_pool import compilation
+from lookahead_hf.patches.layers import trial
 from lookahead_hf.patches.layers.room import Room
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner import prefill
@@ -180,6 +181,14 @@ def test_a_warm_up_measures_the_blocks_of_such_calls(model: Any) -> None:
         model, context_length=64, max_draft_nodes=4, compiled_layers="everywhere", progress=False
     )
     assert {is_flat for _, _, is_flat in state_of(model).run_blocks} == {True}
+
+
+def test_the_same_bits_matter_more_than_time(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With AMX, other calls would leave widths to the model's own code."""
+    monkeypatch.setattr(trial, "has_amx", lambda: True)
+    monkeypatch.setattr(trial.Trial, "time", None)
+    monkeypatch.setattr(trial.Trial, "lost", frozenset(1 << power for power in range(10)))
+    generated(model, texts())
 
 
 def test_a_prompt_that_the_models_code_has_read_is_in_the_statistics(model: Any) -> None:

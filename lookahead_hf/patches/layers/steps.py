@@ -57,6 +57,8 @@ class CompiledSteps:
             self._lost = self._layers.trial.lost  # in one call a width goes one way
         self.is_used = self._layers is not None and bool(self._layers.units)
         self.reads_prompts = asked == "everywhere" and self.is_used
+        if self.reads_prompts:  # and the same bits matter more than time
+            self._lost = frozenset()
 
     def run(self, forward: Callable[[], Any], num_tokens: int) -> Any:
         """Run a forward of `num_tokens` tokens, with the kernels where nothing forbids it.
@@ -70,7 +72,7 @@ class CompiledSteps:
         reason = execution.SLOWER if width in self._lost else layers.refusal()
         if reason is None:
             try:
-                self.was_timed = layers.is_due(width)
+                self.was_timed = not self.reads_prompts and layers.is_due(width)
                 if self.was_timed:
                     layers.trial.time(width, forward, lambda: layers.run(forward))
                 outputs, step = layers.run(forward)
