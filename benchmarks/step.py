@@ -186,10 +186,9 @@ class Bench:
         if on_device is None:
             on_device = self.model.device.type == "cuda"
         with patched(self.model):
-            refusal = None if compiled else execution.NOT_ASKED_FOR
             while compiled and execution.COMPILING in CompiledSteps(self.model).reasons:
                 time.sleep(0.1)
-            given: dict[str, Any] = {"steps": CompiledSteps(self.model, refusal)}
+            given: dict[str, Any] = {"steps": CompiledSteps(self.model, compiled)}
             if on_device:
                 # With room for one token no step follows, and none tries what layers read.
                 given = {"room": max(2, 1 + nodes), "cuda_graphs": cuda_graphs}

@@ -13,7 +13,6 @@ import torch
 from transformers.utils.logging import tqdm
 
 from lookahead_hf import compat, ngram_pool
-from lookahead_hf.call import execution
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting.control.cost_model import SIZES
@@ -57,7 +56,7 @@ def warm_up(
     max_draft_nodes: int = 64,
     max_new_tokens: int = 256,
     do_sample: bool = False,
-    compiled_layers: bool = True,
+    compiled_layers: bool | str = True,
     seconds: float | None = SECONDS,
     progress: bool = True,
 ) -> None:
@@ -103,7 +102,7 @@ def warm_up(
     compiled = SpeculativeConfig(compiled_layers=compiled_layers).compiled_layers
     sizes = batch_size, context_length, max_draft_nodes, max_new_tokens
     with _Time(seconds, progress) as limit:
-        _warm_up(unwrap(model), *sizes, do_sample, bool(compiled), limit)
+        _warm_up(unwrap(model), *sizes, do_sample, compiled, limit)
 
 
 class _Time:
@@ -148,7 +147,7 @@ class _Time:
             logger.info("warm_up has ended after %g s; calls do what is left", self._most)
 
 
-def _compile(limit: _Time, compiled: bool) -> None:
+def _compile(limit: _Time, compiled: bool | str) -> None:
     """Compile numba's functions, or load them; warn where that fails."""
     if limit.is_endless or not ngram_pool.of_process.available():  # what has failed is tried again
         limit.show("compiling")
@@ -172,7 +171,7 @@ def _warm_up(
     max_draft_nodes: int,
     max_new_tokens: int,
     do_sample: bool,
-    compiled: bool,
+    compiled: bool | str,
     limit: _Time,
 ) -> None:
     """Do what `warm_up` does, up to a time limit."""
@@ -201,14 +200,15 @@ def _warm_up(
 
 
 def _runner(
-    model: Any, num_rows: int, max_new_tokens: int, do_sample: bool, compiled: bool
+    model: Any, num_rows: int, max_new_tokens: int, do_sample: bool, compiled: bool | str
 ) -> Runner:
     """Build the runner of such calls."""
     if device.serves(model.device) and checks.on_device(model, model.device):
         decision = OnDevice(_unaltered if do_sample else None)
         return CudaRunner(model, num_rows, decision=decision, room=max_new_tokens)
-    is_flat = num_rows > 1 and checks.takes_flat(model, torch.zeros(num_rows, 1), {})
-    steps = CompiledSteps(model, None if compiled else execution.NOT_ASKED_FOR)
+    may_be_flat = num_rows > 1 or compiled == "everywhere"
+    is_flat = may_be_flat and checks.takes_flat(model, torch.zeros(num_rows, 1), {})
+    steps = CompiledSteps(model, compiled)
     return Runner(model, num_rows, steps=steps, flat=is_flat)
 
 

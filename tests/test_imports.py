@@ -84,7 +84,7 @@ LAYERS = {
         "constraints",
         "row_processors",
     ),
-    "model": ("experts prefix_tuning", "facts", "compiled numerics position_limits"),
+    "model": ("experts facts prefix_tuning", "compiled numerics position_limits"),
     "ngram_pool": (
         "jit matches",
         "compilation",

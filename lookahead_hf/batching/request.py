@@ -12,7 +12,7 @@ import torch
 
 from lookahead_hf import compat
 from lookahead_hf.batching.log_probs import Found, KeptScores, Wanted
-from lookahead_hf.call import emitter, execution
+from lookahead_hf.call import emitter
 from lookahead_hf.call.outputs import RequestedOutputs
 from lookahead_hf.call.prepared import PreparedCall, Request
 from lookahead_hf.call.stopping import knows_criterion, with_stop_strings
@@ -264,9 +264,7 @@ class Maker:
 
     def steps(self) -> CompiledSteps:
         """Return how steps run the layers on a CPU, from what is kept of the model now."""
-        asked = self.request.config.compiled_layers
-        refusal = None if asked else execution.NOT_ASKED_FOR
-        return CompiledSteps(self.model, refusal, asked == "everywhere")
+        return CompiledSteps(self.model, self.request.config.compiled_layers)
 
     def runner(self, num_rows: int, max_batch_tokens: int | None) -> Runner:
         """Return what runs the steps of the run."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -115,7 +116,13 @@ def expert_counts(model: Any) -> tuple[int, int]:
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     counts = (getattr(config, name, None) for name in names)
     count = next((count for count in counts if count), 0)
-    return count, getattr(config, "num_experts_per_tok", None) or 0
+    per_token = getattr(config, "num_experts_per_tok", None) or 0
+    return _most(count), _most(per_token)
+
+
+def _most(count: int | Sequence[int]) -> int:
+    """Return a number that layers have in common, or the largest of those of all layers."""
+    return count if isinstance(count, int) else max(count)
 
 
 def _num_copied(model: Any, num_tokens: int) -> float:

@@ -34,12 +34,12 @@ class ModelMemory:
     def __init__(self, model: Any) -> None:
         """Read the costs that an earlier process measured."""
         from lookahead_hf.drafting import kept_costs  # imports torch
-        from lookahead_hf.model.facts import facts_of
+        from lookahead_hf.model.experts import experts_of
 
         self.rates = KeptRates()
         self._file = kept_costs.file_of(model)
         kept_curves = kept_costs.read(self._file)
-        self.costs = CostModel(kept=kept_curves, experts=facts_of(model).experts)
+        self.costs = CostModel(kept=kept_curves, experts=experts_of(model))
         self.vocabularies: dict[str, Vocabulary] = {}
         self._num_kept, self._kept_at = 0, -math.inf
         self._pool: ngram_pool.NgramPool | None = None

@@ -177,8 +177,6 @@ def _runner(
         )
     steps = None
     if call.input_ids.device.type == "cpu":
-        asked = call.request.config.compiled_layers
-        refusal = None if asked else execution.NOT_ASKED_FOR
-        refusal = refusal if processes.is_alone else execution.PROCESSES  # which must agree
-        steps = CompiledSteps(call.model, refusal, asked == "everywhere")
+        refusal = None if processes.is_alone else execution.PROCESSES  # which must agree
+        steps = CompiledSteps(call.model, call.request.config.compiled_layers, refusal)
     return Runner(call.model, call.num_rows, shape, steps, is_flat)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,19 +27,20 @@ class Experts(NamedTuple):
         return np.asarray((others + self.share * woken) / of_one)
 
 
-def experts_of(model: Any, modules: Sequence[Any]) -> Experts | None:
-    """Return the experts of a model, given all of its modules; None if it has none.
+def experts_of(model: Any) -> Experts | None:
+    """Return the experts of a model, None if it has none.
 
     Experts that its configuration does not count by a usual name are none.
     """
     of_experts = {
         id(parameter): parameter.numel()
-        for module in modules
-        if "Experts" in type(module).__name__ and "Shared" not in type(module).__name__
+        for name, module in model.named_modules()
+        if "Experts" in type(module).__name__ and "shared" not in name.rpartition(".")[2]
         for parameter in module.parameters()
     }
+    size = sum(of_experts.values())  # 0 also where other processes hold the weights
     count, per_token = compat.expert_counts(model)
-    if not of_experts or not 0 < per_token < count:
+    if not size or not 0 < per_token < count:
         return None
     total = sum(parameter.numel() for parameter in model.parameters())
-    return Experts(count, per_token, sum(of_experts.values()) / total)
+    return Experts(count, per_token, size / total)

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from lookahead_hf import compat
-from lookahead_hf.model.experts import experts_of
 from lookahead_hf.model_state import state_of
 
 
@@ -27,7 +26,6 @@ class ModelFacts:
         own = (each for m in modules for each in compat.parameters_of(m).values())
         self.devices = {parameter.device for parameter in own if parameter is not None}
         self.has_experts = any("Expert" in type(module).__name__ for module in modules)
-        self.experts = experts_of(model, modules) if self.has_experts else None
         self.is_compiled = any(map(compat.compiled_calls, modules))
         self.is_hooked = any(map(compat.is_hooked, modules))  # by the caller
         windowed = any(map(compat.is_windowed_by_slot, modules))

@@ -47,7 +47,7 @@ def prefill(
     position_ids = position_limits.of_prompt(model, input_ids, model_kwargs)
     assert position_ids is not None
     given = model_kwargs.get("past_key_values")
-    facts = model, generation_config, model_kwargs
+    facts = position_ids, model, generation_config, model_kwargs
     by_kernels = runner.steps is not None and runner.steps.reads_prompts
     seen = np.ones(input_ids.shape, bool) if attended is None else attended
     if runner.is_flat and (by_kernels or not seen.all()) and _may_be_fed(seen, *facts):
@@ -102,19 +102,19 @@ def _read(runner: Runner, ids: np.ndarray, attended: np.ndarray, by_kernels: boo
     """Read prompts, [rows, columns], without their pads, into an empty cache."""
     runner.cache.slots.reserve(int(attended.sum(1).max()))
     rows = [row[seen] for row, seen in zip(ids, attended, strict=True)]
-    nothing, each = DraftTree.empty(runner.num_rows), np.arange(runner.num_rows)
-    if not by_kernels:
-        step = runner.run(rows, nothing, is_prompt=True)
-        runner.keep(np.ones_like(each))
-        return StepOutputs(logits=step.logits)
-    logits = []
-    for row, tokens in enumerate(rows):
-        for first in range(0, len(tokens), MOST_TOKENS):
-            fed = [tokens[:0]] * runner.num_rows
-            fed[row] = tokens[first : first + MOST_TOKENS]
-            step = runner.run(fed, nothing)
-            runner.keep((each == row).astype(np.int64))
-        logits.append(step.logits[row])
+    lengths = attended.sum(1)
+    starts, total = lengths.cumsum() - lengths, int(lengths.sum())  # among the tokens of all rows
+    most = MOST_TOKENS if by_kernels else total
+    logits: list[Any] = [None] * len(rows)
+    for first in range(0, total, most):
+        fed = [
+            row[max(first - start, 0) : max(first + most - start, 0)]
+            for row, start in zip(rows, starts.tolist(), strict=True)
+        ]
+        step = runner.run(fed, DraftTree.empty(runner.num_rows), is_prompt=not by_kernels)
+        runner.keep(np.array([min(1, len(tokens)) for tokens in fed]))
+        for row in (row for row, tokens in enumerate(fed) if len(tokens)):
+            logits[row] = step.logits[row]
     return StepOutputs(logits=torch.stack(logits))
 
 
@@ -160,6 +160,7 @@ def _attended_columns(
 
 def _may_be_fed(
     attended: np.ndarray,  # [rows, columns] bool
+    position_ids: torch.Tensor,  # [..., rows, columns]
     model: Any,
     generation_config: Any,
     model_kwargs: dict[str, Any],
@@ -170,8 +171,11 @@ def _may_be_fed(
     cache. No window may be shorter than the prompt: it would move while the prompt is read.
     """
     cache: Any = model_kwargs.get("past_key_values")
-    if not attended[:, -1].all():
+    if not attended.size or not attended[:, -1].all():
         return False  # plain generation goes on from a pad at the end of a row
+    newest = int(position_ids.max())
+    if any(newest >= limit for limit in compat.rope_limits(model).values()):
+        return False  # the frequencies of a block would follow from its own longest position
     if generation_config.return_dict_in_generate or compat.is_users_cache(cache):
         return False
     if generation_config.prefill_chunk_size is not None or model_kwargs.get("output_hidden_states"):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
-from lookahead_hf.model.experts import Experts
-from lookahead_hf.model.facts import facts_of
+from lookahead_hf.model.experts import Experts, experts_of
 from tests.helpers.architectures import build
 from tests.helpers.models import tiny
 
@@ -21,10 +21,12 @@ def test_a_step_reads_the_experts_that_its_tokens_wake() -> None:
         assert experts.growth(np.array([count]))[0] == pytest.approx(read, rel=0.01)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "olmoe", "mixtral", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", "olmoe", "mixtral", "gpt_oss", "deepseek_v3", "granitemoeshared"]
+)
 def test_experts_are_found_in_a_model(name: str) -> None:
     model = build(name)
-    experts = facts_of(model).experts
+    experts = experts_of(model)
     assert experts is not None and 1 <= experts.per_token < experts.num_experts
     named = sum(each.numel() for key, each in model.named_parameters() if "shared" not in key
                 and ".experts." in key)  # fmt: skip
@@ -32,5 +34,21 @@ def test_experts_are_found_in_a_model(name: str) -> None:
     assert experts.share == pytest.approx(named / total) and named
 
 
+def test_layers_that_differ_count_as_the_widest_one() -> None:
+    """Hunyuan's configuration has a list where others have a number."""
+    model = build("hunyuan_v1_moe")
+    model.config.moe_topk = [1, 2]
+    experts = experts_of(model)
+    assert experts is not None and (experts.num_experts, experts.per_token) == (4, 2)
+
+
+def test_weights_that_other_processes_hold_are_none() -> None:
+    """As those of ZeRO-3, whose parameters are empty between forwards."""
+    model = tiny("mixtral")
+    for parameter in model.parameters():
+        parameter.data = torch.empty(0)
+    assert experts_of(model) is None
+
+
 def test_a_dense_model_has_none() -> None:
-    assert facts_of(tiny("llama")).experts is None
+    assert experts_of(tiny("llama")) is None

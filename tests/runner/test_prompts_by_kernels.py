@@ -13,9 +13,12 @@ import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.call import execution
 from lookahead_hf.draft import DraftTree, Verdict
+from lookahead_hf.model_state import state_of
 from lookahead_hf.ngram_pool import compilation
+from lookahead_hf.patches.layers import trial
 from lookahead_hf.patches.layers.room import Room
 from lookahead_hf.rows import Rows
+from lookahead_hf.runner import prefill
 from tests.helpers.drafts import Fixed
 from tests.helpers.models import prompt, tiny
 
@@ -86,7 +89,7 @@ def test_a_batch_does_not_change_the_bits_of_its_texts(model: Any) -> None:
     alone = [generated(model, [text]) for text in texts()]
     assert all(len(each) > 3 for each in alone)
     threads = torch.get_num_threads()
-    for order in ((0, 1, 2, 3), (3, 1), (2, 0, 2)):
+    for order in ((0, 1, 2, 3), (3, 1), (2, 0, 2), (1, 1, 3)):
         try:
             torch.set_num_threads(3 - torch.get_num_threads() % 2)
             together = generated(model, [texts()[index] for index in order])
@@ -110,10 +113,7 @@ def test_kernels_compute_the_tokens_of_prompts(
     monkeypatch.setattr(Room, "run", counted)
     generated(model, texts(), compiled)
     of_prompts = [width for width in widths if width > 60]  # no step is that wide
-    if compiled == "everywhere":
-        assert of_prompts and sum(widths) > sum(LENGTHS)
-    else:
-        assert not of_prompts
+    assert of_prompts == ([sum(LENGTHS)] if compiled == "everywhere" else [])  # in one block
 
 
 def test_a_queue_does_not_change_the_bits_of_its_texts(model: Any) -> None:
@@ -139,6 +139,56 @@ def test_in_float32_the_text_is_plains(name: str) -> None:
     assert torch.equal(plain, ours)
     is_windowed = name == "gemma3"  # a window that is shorter than the prompt
     assert (execution.PROMPT in stats.own_code) == is_windowed
+
+
+def test_a_block_has_the_frequencies_of_the_whole_prompt() -> None:
+    """Long factors hold for a prompt of 600 tokens, and not for its first 512 alone."""
+    factors = {"short_factor": [1.0] * 6, "long_factor": [4.0 + 3 * i for i in range(6)]}
+    model = tiny(
+        "phi3",
+        scale=5.0,
+        max_position_embeddings=1024,
+        original_max_position_embeddings=520,
+        rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, **factors},
+    )
+    ids, call = prompt(1, 600), {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(ids, **call)
+    with lookahead_hf.enabled(model):
+        ours = model.generate(ids, **call, speculative={"compiled_layers": "everywhere"})
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
+    assert torch.equal(plain, ours) and stats.own_code == (execution.PROMPT,)
+
+
+def test_a_prompt_of_no_token_fails_as_it_does_in_plain_generation(model: Any) -> None:
+    ids = torch.zeros((1, 0), dtype=torch.long)
+    for speculative in (False, {"compiled_layers": "everywhere"}):
+        with pytest.raises(RuntimeError, match="cannot reshape"):
+            model.generate(ids, max_new_tokens=4, speculative=speculative)
+
+
+def test_a_model_without_kernels_reads_its_prompts_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lookahead_hf.enable(tiny("llama").half())
+    monkeypatch.setattr(prefill, "_read", None)
+    model.generate(prompt(2, 20), max_new_tokens=8, speculative={"compiled_layers": "everywhere"})
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason is None and stats.execution == "model"
+    assert execution.UNKNOWN in stats.own_code[0]
+
+
+def test_a_warm_up_measures_the_blocks_of_such_calls(model: Any) -> None:
+    lookahead_hf.warm_up(
+        model, context_length=64, max_draft_nodes=4, compiled_layers="everywhere", progress=False
+    )
+    assert {is_flat for _, _, is_flat in state_of(model).run_blocks} == {True}
+
+
+def test_the_same_bits_matter_more_than_time(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With AMX, other calls would leave widths to the model's own code."""
+    monkeypatch.setattr(trial, "has_amx", lambda: True)
+    monkeypatch.setattr(trial.Trial, "time", None)
+    monkeypatch.setattr(trial.Trial, "lost", frozenset(1 << power for power in range(10)))
+    generated(model, texts())
 
 
 def test_a_prompt_that_the_models_code_has_read_is_in_the_statistics(model: Any) -> None:

@@ -29,24 +29,24 @@ class CompiledSteps:
             does not use the kernels.
         reasons: Why layers ran their own code so far, values of `execution`.
         was_timed: Whether the latest step ran several times, to find out which way is faster.
-        reads_prompts: Whether the kernels are to read prompts, too.
+        reads_prompts: Whether the kernels are to read prompts, too; not if it has none.
     """
 
     was_timed = False
 
     def __init__(
-        self, model: nn.Module, refusal: str | None = None, reads_prompts: bool = False
+        self, model: nn.Module, asked: bool | str = True, refusal: str | None = None
     ) -> None:
         """Describe the model's layers, or those that have changed since the last call.
 
         Args:
             model: The target.
+            asked: As `compiled_layers` of the configuration. For "everywhere" the kernels are
+                compiled first, if need be.
             refusal: Why the call does not use the kernels, None if it may.
-            reads_prompts: Whether the kernels are to read prompts, too. They are then compiled
-                first, if need be.
         """
-        self.reads_prompts = reads_prompts
-        if reads_prompts and refusal is None:
+        refusal = refusal or (None if asked else execution.NOT_ASKED_FOR)
+        if asked == "everywhere" and refusal is None:
             _compile()
         refusal = refusal or _refusal(model)
         self._layers = None if refusal else _kept(model)
@@ -56,6 +56,9 @@ class CompiledSteps:
             self.reasons |= self._layers.refused
             self._lost = self._layers.trial.lost  # in one call a width goes one way
         self.is_used = self._layers is not None and bool(self._layers.units)
+        self.reads_prompts = asked == "everywhere" and self.is_used
+        if self.reads_prompts:  # and the same bits matter more than time
+            self._lost = frozenset()
 
     def run(self, forward: Callable[[], Any], num_tokens: int) -> Any:
         """Run a forward of `num_tokens` tokens, with the kernels where nothing forbids it.
@@ -69,7 +72,7 @@ class CompiledSteps:
         reason = execution.SLOWER if width in self._lost else layers.refusal()
         if reason is None:
             try:
-                self.was_timed = layers.is_due(width)
+                self.was_timed = not self.reads_prompts and layers.is_due(width)
                 if self.was_timed:
                     layers.trial.time(width, forward, lambda: layers.run(forward))
                 outputs, step = layers.run(forward)
