@@ -83,7 +83,7 @@ NORM_METHOD = "_norm"
 
 def is_recording() -> bool:
     """Return whether transformers collects outputs of modules in the forward in progress."""
-    return output_capturing._active_collector.get() is not None
+    return bool(output_capturing._active_collector.get())  # empty where none was asked for
 
 
 def is_offloaded(module: nn.Module) -> bool:

@@ -176,7 +176,7 @@ class Program:
         if not self.weights:
             self.dtype = tensor.dtype
         if tensor.dtype not in KINDS or tensor.dtype is not self.dtype:
-            raise Unknown(f"there are no kernels for {tensor.dtype}, or dtypes are mixed")
+            raise Unknown(f"it has weights of {tensor.dtype}, or of several types")
 
     def replace(self, module: Any, part: str | None = None) -> Any:
         """Check that a module's code is known, and note that operations replace it."""

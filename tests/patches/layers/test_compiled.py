@@ -679,3 +679,15 @@ def test_linear_layers_of_other_models_are_computed_one_by_one(
         assert stats.own_code[0].startswith(execution.UNKNOWN)  # attention and norms are its own
         assert len(units(model)) == 17 and all(unit.is_trusted for unit in units(model))
     assert ours.tolist() == plain.tolist()
+
+
+def test_hooks_that_transformers_has_left_act_only_where_outputs_are_collected() -> None:
+    """They come with the first call that asks for hidden states, and stay."""
+    model = lookahead_hf.enable(tiny("llama"))
+    call = {"max_new_tokens": 12, "do_sample": False, "speculative": {"budget": 4}}
+    collected = {"return_dict_in_generate": True, "output_hidden_states": True}
+    for extra, reasons in ((collected, (execution.HOOKS,)), ({}, ())):
+        model.generate(prompt(), **call, **extra)
+        stats = lookahead_hf.last_stats(model)
+        assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
+        assert stats.own_code == reasons
