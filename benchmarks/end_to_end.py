@@ -13,6 +13,7 @@ the two tokens are nearly tied there.
     python benchmarks/end_to_end.py --dtype bfloat16 --json bf16.json --plot bf16.svg
     python benchmarks/end_to_end.py --batch 4 --sample 0.7,0.95 --threads 1
     python benchmarks/end_to_end.py --with scores,processors,streamer --families code,code_edit
+    python benchmarks/end_to_end.py --dtype bfloat16 --everywhere --no-cache-only
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from lookahead_hf.cli.screen import CommandError
 from lookahead_hf.cli.summary import summarize
 
 CACHE_ONLY = "budget 0"
+EVERYWHERE = "everywhere"
 
 
 class SilentStreamer(TextStreamer):  # type: ignore[misc]
@@ -102,6 +104,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--no-cache-only", action="store_true", help="leave out the runs that draft nothing"
     )
+    parser.add_argument(
+        "--everywhere", action="store_true", help='also with compiled_layers="everywhere"'
+    )
     parser.add_argument("--threads", type=int, help="torch's threads")
     parser.add_argument("--json", type=Path, help="write the lines and every call's seconds there")
     parser.add_argument("--plot", type=Path, help="write a figure there (needs matplotlib)")
@@ -126,6 +131,8 @@ def main(argv: list[str] | None = None) -> None:
     shared = shared_arguments(arguments, tokenizer)
     try:
         ways = systems(arguments.batch)
+        if arguments.everywhere:
+            ways[EVERYWHERE] = {"speculative": SpeculativeConfig(compiled_layers="everywhere")}
         if not arguments.no_cache_only:
             ways[CACHE_ONLY] = {"speculative": SpeculativeConfig(budget=0)}
         measured = measure(model, batches, ways, shared, arguments.rounds)

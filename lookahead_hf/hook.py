@@ -311,10 +311,9 @@ def set_default(model: Any, value: Any) -> None:
     if value is None:
         vars(config).pop("speculative", None)
         return
-    if isinstance(value, SpeculativeConfig):
-        value = value.to_dict()
-    SpeculativeConfig.resolve_stored(value)
-    config.speculative = value
+    stored = value.to_dict() if isinstance(value, SpeculativeConfig) else value
+    SpeculativeConfig.resolve_stored(stored)
+    config.speculative = stored
     compat.keep_unknown_settings(config)
 
 
@@ -326,7 +325,6 @@ def learned_rates(model: Any) -> list[LearnedRate]:
 
     Returns:
         One entry per class of proposals that was tested, by source; docs/drafting.md explains the
-        classes. The next call on the model starts from them. The list is empty until a first call
-        has ended.
+        classes. The next call on the model starts from them.
     """
     return memory_of(unwrap(model)).rates.table()

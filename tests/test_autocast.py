@@ -37,9 +37,9 @@ def test_a_call_under_autocast_is_that_of_the_same_blocks(model_type: str, dtype
             same = model.generate(**call, speculative=_invariant(undrafted))
             drafts = scripted(continuations(same, 17), RandomChains())
             ours = model.generate(**call, speculative=_invariant(drafts))
+            compared.speculated(model)
             texts = [each[:, 17:].tolist() for each in (plain, ours)]
             partings = find_partings(model, call, texts[0], texts[1:], dtype=dtype)[0]
-        compared.speculated(model)
         assert torch.equal(ours, same)
         assert [each for each in partings if each and not each.is_near_tie] == []
 

@@ -39,8 +39,8 @@ def experts_of(model: Any) -> Experts | None:
         for parameter in module.parameters()
     }
     size = sum(of_experts.values())  # 0 also where other processes hold the weights
-    count, per_token = compat.expert_counts(model)
-    if not size or not 0 < per_token < count:
+    count, per_token = compat.expert_counts(model) if size else (0, 0)
+    if not 0 < per_token < count:
         return None
     total = sum(parameter.numel() for parameter in model.parameters())
     return Experts(count, per_token, size / total)

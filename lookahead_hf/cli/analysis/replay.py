@@ -124,6 +124,10 @@ class MemoryHolder:
 
     device, dtype = "cpu", "replayed"
 
+    def named_modules(self) -> tuple[()]:
+        """Return that there are none."""
+        return ()
+
 
 def replay(
     text: Text,
