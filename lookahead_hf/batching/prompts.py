@@ -50,9 +50,8 @@ class Prompts:
         `before_steps` is called after the forward. Returns the logits after the prompt, [vocab].
         """
         self._clear(row)
-        steps = self._runner.steps
-        is_flat = self._runner.is_flat and steps is not None and steps.reads_prompts
-        alone = Runner(self._runner.model, 1, None, steps, is_flat)
+        is_flat = self._runner.is_flat and self._runner.reads_prompts
+        alone = Runner(self._runner.model, 1, None, self._runner.steps, is_flat)
         settings = call.generation_config, call.model_kwargs
         outputs = prefill(alone, call.input_ids, *settings, before_steps)
         assert alone.beginning is not None

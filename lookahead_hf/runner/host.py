@@ -116,6 +116,11 @@ class Runner:
         return {"execution": self.execution, "layers": self.steps.counts, "own_code": own_code}
 
     @property
+    def reads_prompts(self) -> bool:
+        """Whether kernels are to read prompts, too."""
+        return self.steps is not None and self.steps.reads_prompts
+
+    @property
     def has_one_shape(self) -> bool:
         """Whether all blocks have the same shape."""
         return self._shape is not None

@@ -48,14 +48,13 @@ def prefill(
     assert position_ids is not None
     given = model_kwargs.get("past_key_values")
     facts = position_ids, model, generation_config, model_kwargs
-    by_kernels = runner.steps is not None and runner.steps.reads_prompts
     seen = np.ones(input_ids.shape, bool) if attended is None else attended
-    if runner.is_flat and (by_kernels or not seen.all()) and _may_be_fed(seen, *facts):
+    if runner.is_flat and (runner.reads_prompts or not seen.all()) and _may_be_fed(seen, *facts):
         _take_over(runner, given, seen, position_ids, passed, is_fed=True)
-        outputs: Any = _read(runner, input_ids.numpy(), seen, by_kernels)
+        outputs: Any = _read(runner, input_ids.numpy(), seen)
         before_steps()
         return outputs
-    if by_kernels and runner.steps is not None:
+    if runner.steps is not None and runner.reads_prompts:
         runner.steps.reasons.add(execution.PROMPT)
     before = 0 if given is None else int(given.get_seq_length())
     outputs = compat.prefill(model, input_ids, generation_config, model_kwargs)
@@ -98,20 +97,20 @@ def start(
     _take_over(runner, outputs[names.cache], attended, position_ids, {})
 
 
-def _read(runner: Runner, ids: np.ndarray, attended: np.ndarray, by_kernels: bool) -> StepOutputs:
+def _read(runner: Runner, ids: np.ndarray, attended: np.ndarray) -> StepOutputs:
     """Read prompts, [rows, columns], without their pads, into an empty cache."""
     runner.cache.slots.reserve(int(attended.sum(1).max()))
     rows = [row[seen] for row, seen in zip(ids, attended, strict=True)]
     lengths = attended.sum(1)
     starts, total = lengths.cumsum() - lengths, int(lengths.sum())  # among the tokens of all rows
-    most = MOST_TOKENS if by_kernels else total
+    most = MOST_TOKENS if runner.reads_prompts else total
     logits: list[Any] = [None] * len(rows)
     for first in range(0, total, most):
         fed = [
             row[max(first - start, 0) : max(first + most - start, 0)]
             for row, start in zip(rows, starts.tolist(), strict=True)
         ]
-        step = runner.run(fed, DraftTree.empty(runner.num_rows), is_prompt=not by_kernels)
+        step = runner.run(fed, DraftTree.empty(runner.num_rows), is_prompt=not runner.reads_prompts)
         runner.keep(np.array([min(1, len(tokens)) for tokens in fed]))
         for row in (row for row, tokens in enumerate(fed) if len(tokens)):
             logits[row] = step.logits[row]
