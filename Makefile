@@ -20,7 +20,7 @@ OLDEST_TRANSFORMERS := 5.17.0
 CORE_TESTS := $(addprefix tests/,cache call compat generation model patches runner support verification \
 	test_abuse.py test_auto.py test_encoder_decoder.py test_fallback.py test_half_precision.py \
 	test_hook.py test_lossless.py test_lossless_assistant.py test_pipelines.py test_properties.py \
-	test_quantization.py test_real_model.py test_speech.py test_wrappers.py)
+	test_real_model.py test_speech.py test_wrappers.py)
 NOT_ON_OLDEST := --ignore tests/compat/test_private_names.py --ignore tests/cache/test_indexed_layers.py \
 	--ignore tests/support/test_self_test_of_mixers.py \
 	--deselect tests/patches/layers/test_compiled.py::test_a_family_writes_plains_text \

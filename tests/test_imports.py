@@ -20,7 +20,7 @@ ROOMS = (
     {"structured", "utils"},
     {"config", "draft", "model_state", "rows", "trace"},
     {"ngram_pool"},
-    {"compat", "fallback", "kernels", "quantization", "stats"},
+    {"compat", "fallback", "kernels", "stats"},
     {"cache", "call", "distributed", "logits"},
     {"model"},
     {"patches"},
@@ -84,7 +84,7 @@ LAYERS = {
         "constraints",
         "row_processors",
     ),
-    "model": ("experts facts prefix_tuning", "compiled numerics position_limits"),
+    "model": ("experts facts prefix_tuning", "compiled numerics position_limits quantization"),
     "ngram_pool": (
         "jit matches",
         "compilation",
@@ -141,7 +141,6 @@ LAYERS = {
 NARROW = {
     "stats": {"draft", "model_state", "trace", "utils"},
     "fallback": {"model_state", "utils"},
-    "quantization": {"model_state", "utils"},
     "compat": {"model_state"},
     "call": {"compat"},
     "ngram_pool": {"utils"},
@@ -157,7 +156,6 @@ PACKAGES = {
     "config": set(),
     "fallback": set(),
     "model_state": set(),
-    "quantization": set(),
     "stats": {"numpy"},
     "trace": set(),
     "utils": {"torch", "transformers"},  # both where a model is unwrapped

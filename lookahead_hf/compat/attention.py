@@ -30,7 +30,8 @@ SDPA = sdpa_attention_forward
 
 def configs_of(modules: Iterable[nn.Module]) -> list[Any]:
     """Return the configurations from which modules read their attention's name."""
-    found = {id(config): config for m in modules if (config := getattr(m, "config", None))}
+    # By `vars`, since a module's getattr is slow for missing attributes.
+    found = {id(config): config for m in modules if (config := vars(m).get("config"))}
     return [c for c in found.values() if hasattr(c, "_attn_implementation_internal")]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.utils import ModelOutput
 
-from lookahead_hf import compat, fallback, quantization, stats
+from lookahead_hf import compat, fallback, stats
 from lookahead_hf.call.prepared import PreparedCall, Request
 from lookahead_hf.call.streaming import HeldStreamer
 from lookahead_hf.config import SpeculativeConfig
@@ -18,6 +18,7 @@ from lookahead_hf.fallback import Unserved
 from lookahead_hf.generation.assembly import build_drafters
 from lookahead_hf.generation.decode import decode
 from lookahead_hf.generation.options import OURS, GenerateArguments
+from lookahead_hf.model import quantization
 from lookahead_hf.stats import SpeculativeStats
 from lookahead_hf.support import checks
 from lookahead_hf.support.checks import Purpose

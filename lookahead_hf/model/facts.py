@@ -23,15 +23,20 @@ class ModelFacts:
         """Read a model, given all of its modules."""
         self.key = _key(model)  # changes if class, configuration, mode, compiled calls or hooks do
         self.attention_configs = compat.configs_of(modules)
-        own = (each for m in modules for each in compat.parameters_of(m).values())
-        self.devices = {parameter.device for parameter in own if parameter is not None}
-        self.has_experts = any("Expert" in type(module).__name__ for module in modules)
+        kinds = {type(module) for module in modules}
+        found = [each for m in modules for each in compat.parameters_of(m).values()]
+        own = [parameter for parameter in found if parameter is not None]
+        self.devices = {parameter.device for parameter in own}
+        # By their names, since a class may refer to the model.
+        self.module_kinds = {f"{kind.__module__}.{kind.__name__}" for kind in kinds}
+        self.has_odd_weights = not {type(parameter) for parameter in own} <= {nn.Parameter}
+        self.has_experts = any("Expert" in kind.__name__ for kind in kinds)
         self.is_compiled = any(map(compat.compiled_calls, modules))
         self.is_hooked = any(map(compat.is_hooked, modules))  # by the caller
         windowed = any(map(compat.is_windowed_by_slot, modules))
         self.needs_columns = windowed or compat.counts_positions(model)
-        self.unreadable = compat.unreadable_forward({type(module) for module in modules})
-        # Weakly, since a module may refer to the model.
+        self.unreadable = compat.unreadable_forward(kinds)
+        # Weakly, since a module may refer to the model, too.
         self._mixers = [ref(module) for module in modules if compat.is_mixer(module)]
 
     @property

@@ -67,7 +67,7 @@ def of_class(inherited: type) -> set[str]:
     return {name for name in {*vars(inherited), *attributes} if PRIVATE.fullmatch(name)}
 
 
-OF_OTHERS = {"quantization.py", "utils/wrappers.py"}
+OF_OTHERS = {"model/quantization.py", "utils/wrappers.py"}
 """Files that know objects of packages that need not be there, which compat/ does not import."""
 
 

@@ -6,6 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+
+from lookahead_hf import compat
+from lookahead_hf.model.facts import ModelFacts, facts_of
 from lookahead_hf.model_state import state_of
 from lookahead_hf.utils.warn import warn_caller
 
@@ -32,7 +36,7 @@ def say_once(model: Any) -> None:
 def quantised_activations(model: Any) -> str | None:
     """Return how a model quantises activations, None if it does not."""
     config = getattr(model.config, "quantization_config", None)
-    return _by_config(_fields(config or {})) or _by_modules(model)
+    return _by_config(_fields(config or {})) or _by_modules(model, facts_of(model))
 
 
 def _fields(config: Any) -> Mapping[str, Any]:
@@ -58,14 +62,13 @@ def _by_config(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _by_modules(model: Any) -> str | None:
+def _by_modules(model: nn.Module, facts: ModelFacts) -> str | None:
     """Detect models that were quantised after loading, by the types of their parts."""
-    for module in model.modules():
-        kind = type(module)
-        if kind.__module__.startswith("torch.ao.nn.quantized"):
-            return f"{kind.__module__}.{kind.__name__}"
-        parameters = vars(module).get("_parameters", {})  # of a scripted module not a dict
-        weight = dict(parameters.items()).get("weight")
+    for name in facts.module_kinds:
+        if name.startswith("torch.ao.nn.quantized"):
+            return name
+    for module in model.modules() if facts.has_odd_weights else ():
+        weight = dict(compat.parameters_of(module).items()).get("weight")  # if scripted no dict
         if type(weight).__name__ == "LinearActivationQuantizedTensor":
             return type(weight).__name__
         if getattr(weight, "act_quant_kwargs", None) is not None:
