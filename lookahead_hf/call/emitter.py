@@ -32,21 +32,29 @@ class Emitter:
         stopping: RowStopping,
         outputs: RequestedOutputs,
         stream: ColumnStream,
-        device: torch.device,
+        prompt: torch.Tensor,  # [rows, columns]
         pad: int | None = None,
     ) -> None:
-        self.stopping, self.device = stopping, device
+        self.stopping, self._prompt, self.device = stopping, prompt, prompt.device
         self.outputs, self._stream, self._pad = outputs, stream, pad
         self.pad = pad if stopping.has_eos else None
         self.is_heard = stream.is_heard
         self._ended = np.zeros(1, bool)  # in lockstep, [rows] from the first token on
 
     def ids(self, rows: Rows, row: int) -> torch.Tensor:
-        """Return a row as plain holds it, [1, columns]."""
+        """Return a row as plain holds it, [1, columns].
+
+        Before the first token that is the prompt itself, which a processor may edit in place.
+        """
+        if not rows.num_emitted[row]:
+            place = row if len(self._prompt) > 1 else 0  # a queue has rows of several calls
+            return self._prompt[place : place + 1]
         return torch.from_numpy(rows.ids(row))[None].to(self.device)
 
     def all_ids(self, rows: Rows) -> torch.Tensor:
         """Return the batch as plain holds it, [rows, columns]; all rows have equally many."""
+        if not rows.num_emitted.any():
+            return self._prompt
         ids = np.stack([rows.ids(row) for row in range(rows.num_rows)])
         return torch.from_numpy(ids).to(self.device)
 
@@ -118,4 +126,4 @@ def take_edits(rows: Rows, ids: torch.Tensor) -> None:  # [rows, columns]
 def of_call(call: PreparedCall, outputs: RequestedOutputs, stream: ColumnStream) -> Emitter:
     """Return the emitter of a call."""
     stopping = RowStopping(call.criteria, call.num_rows)
-    return Emitter(stopping, outputs, stream, call.input_ids.device, call.pad)
+    return Emitter(stopping, outputs, stream, call.input_ids, call.pad)

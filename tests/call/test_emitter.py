@@ -41,7 +41,7 @@ def emitter(criteria: list[StoppingCriteria], rows: Rows, streamer: Any = None) 
         RowStopping(StoppingCriteriaList(criteria), rows.num_rows),
         RequestedOutputs(config, rows.num_rows),
         ColumnStream(streamer, rows.num_rows, 0),
-        torch.device("cpu"),
+        torch.from_numpy(np.stack([rows.ids(row) for row in range(rows.num_rows)])),
         pad=0,
     )
 

@@ -6,20 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor, StoppingCriteria
+from transformers import StoppingCriteria
 
 from tests.helpers.calls import GREEDY, padded
 from tests.helpers.compared import compared
 from tests.helpers.models import prompt, tiny
-
-
-class EditsText(LogitsProcessor):
-    """Redacts some tokens of prompt and text, and prefers tokens by what it has left."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        input_ids[input_ids % 10 == 3] = 7
-        liked = (input_ids.sum(1, keepdim=True) + torch.arange(scores.shape[1])) % 4 == 0
-        return scores + 2.0 * liked
+from tests.helpers.users_parts import EditsText
 
 
 class EditsNewest(StoppingCriteria):
@@ -51,3 +43,20 @@ def test_a_padded_text_of_one_row() -> None:
     mask[:, :4] = 0
     call = {"attention_mask": mask, **GREEDY, "logits_processor": [EditsText()]}
     compared(tiny("llama"), lambda: {"input_ids": ids * mask, **call}, 14)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_other_processors_hold_the_prompt_that_is_edited(rows: int) -> None:
+    """`generate` gives it to them without a copy, and it is the caller's."""
+    call = {**GREEDY, "encoder_repetition_penalty": 0.1, "logits_processor": [EditsText()]}
+    prompts: list[torch.Tensor] = []
+
+    def arguments() -> dict[str, Any]:
+        inputs = padded("left", rows)
+        prompts.append(inputs["input_ids"])
+        return {**inputs, **call}
+
+    compared(tiny("llama"), arguments, 14)
+    of_plain, of_ours = prompts
+    assert torch.equal(of_plain, of_ours)
+    assert not torch.equal(of_ours, padded("left", rows)["input_ids"])

@@ -66,7 +66,7 @@ def engine(
         RowStopping(criteria, num_rows),
         RequestedOutputs(silent, num_rows),
         ColumnStream(None, num_rows, None),
-        torch.device("cpu"),
+        torch.zeros(num_rows, 1, dtype=torch.long),
     )
     return Rejection(Rules(processed, emitter, True, True))
 
