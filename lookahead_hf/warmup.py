@@ -19,8 +19,9 @@ from lookahead_hf.drafting.control.cost_model import SIZES
 from lookahead_hf.drafting.memory import memory_of, placement
 from lookahead_hf.drafting.session import compile_or_warn
 from lookahead_hf.fallback import Unserved
+from lookahead_hf.kernels.cpu import program
 from lookahead_hf.model import position_limits
-from lookahead_hf.ngram_pool import compilation
+from lookahead_hf.ngram_pool.compilation import Compilation
 from lookahead_hf.patches.layers import CompiledSteps
 from lookahead_hf.patches.patched import patched
 from lookahead_hf.rows import Rows
@@ -147,16 +148,15 @@ class _Time:
             logger.info("warm_up has ended after %g s; calls do what is left", self._most)
 
 
-def _compile(limit: _Time, compiled: bool | str) -> None:
+def _compile(limit: _Time, kernels: list[Compilation]) -> None:
     """Compile numba's functions, or load them; warn where that fails."""
     if limit.is_endless or not ngram_pool.of_process.available():  # what has failed is tried again
         limit.show("compiling")
         compile_or_warn()
-        if compiled and ngram_pool.of_process.available():
-            compilation.of_kernels.compile_now()
+        for part in kernels if ngram_pool.of_process.available() else ():
+            part.compile_now()
         return
-    parts = [compilation.of_process, *([compilation.of_kernels] if compiled else [])]
-    for part in parts:
+    for part in (ngram_pool.of_process, *kernels):
         while not part.ready() and part.available() and not limit.is_over:
             limit.show("compiling")
             time.sleep(POLL_SECONDS)
@@ -175,7 +175,7 @@ def _warm_up(
     limit: _Time,
 ) -> None:
     """Do what `warm_up` does, up to a time limit."""
-    _compile(limit, compiled)
+    _compile(limit, program.compilations_of(model.dtype) if compiled else [])
     if limit.is_over:
         return
     limit.show("testing the model")
@@ -206,9 +206,9 @@ def _runner(
     if device.serves(model.device) and checks.on_device(model, model.device):
         decision = OnDevice(_unaltered if do_sample else None)
         return CudaRunner(model, num_rows, decision=decision, room=max_new_tokens)
-    may_be_flat = num_rows > 1 or compiled == "everywhere"
-    is_flat = may_be_flat and checks.takes_flat(model, torch.zeros(num_rows, 1), {})
     steps = CompiledSteps(model, compiled)
+    may_be_flat = num_rows > 1 or steps.reads_prompts
+    is_flat = may_be_flat and checks.takes_flat(model, torch.zeros(num_rows, 1), {})
     return Runner(model, num_rows, steps=steps, flat=is_flat)
 
 

@@ -64,8 +64,8 @@ def compiled() -> None:
     from lookahead_hf.ngram_pool import compilation
 
     if compilation.of_process.available():
-        compilation.of_process.compile_now()
-        compilation.of_kernels.compile_now()
+        for each in (compilation.of_process, compilation.of_kernels, compilation.of_float16):
+            each.compile_now()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -138,6 +138,16 @@ def hook_numbers(model: nn.Module) -> frozenset[int]:
     return frozenset(number for each in (*held, *global_hooks()) for number in each)
 
 
+def multiplies_slowly(dtype: torch.dtype) -> bool:
+    """Return whether torch multiplies matrices of a dtype in a loop of its own on this processor.
+
+    For types that oneDNN has no code for, it does; the loop takes a multiple of the time.
+    """
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
+    is_supported = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
+    return is_supported is not None and not is_supported()
+
+
 def is_autocast() -> bool:
     """Return whether autocast is on for any device."""
     return torch._C._is_any_autocast_enabled()

@@ -69,11 +69,12 @@ class SpeculativeConfig:
             Captured graphs stay with the model, and so do their K and V. If steps cannot be
             captured, the statistics give the reason.
         compiled_layers: Whether compiled kernels compute layers whose code they know, in steps on a
-            CPU. They read the model's own weights. Their sums have an order of their own, the same
-            in every block: float32 results agree with the model's up to rounding, and bfloat16
-            texts differ only at near ties. "everywhere" waits until they are compiled, and lets
-            them read prompts, too: a greedy text then does not depend on the other texts of a
-            batch, on padding or on the number of threads, bit for bit.
+            CPU, and in prompts where torch is slow (float16, or bfloat16 without AVX-512). They
+            read the model's own weights. Their sums have an order of their own, the same in every
+            block: float32 results agree with the model's up to rounding, and texts of 16 bits
+            differ only at near ties. "everywhere" waits until they are compiled, and lets them read
+            all prompts: a greedy text then does not depend on the other texts of a batch, on
+            padding or on the number of threads, bit for bit.
         pool: The pool of the drafter "pool": an `NgramPool` or the path of one. A pool adds the
             drafter. If `drafters` names "pool" and this is None, the model keeps an empty pool.
         learn: Whether generated texts are added to the pool. The default is False, so that the

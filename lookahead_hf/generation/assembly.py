@@ -76,11 +76,12 @@ def assemble(call: PreparedCall) -> BatchSession:
     )
     stream = ColumnStream(request.streamer, call.num_rows, call.pad, stats.leave_out_streaming)
     verifier = choose_verifier(call, emitter.of_call(call, outputs, stream), processes)
-    may_be_flat = call.num_rows > 1 or request.config.compiled_layers == "everywhere"
+    steps = _steps(call, processes)
+    may_be_flat = call.num_rows > 1 or (steps is not None and steps.reads_prompts)
     is_flat = may_be_flat and shape is None and processes.is_alone and not outputs.observes
     is_flat &= not isinstance(verifier, Lockstep)  # which shows finished rows to processors
     is_flat = is_flat and checks.takes_flat(model, position_ids, call.model_kwargs)
-    runner = _runner(call, shape, verifier, processes, outputs, is_flat)
+    runner = _runner(call, shape, verifier, processes, outputs, steps, is_flat)
     drafts = DraftSession(
         model,
         request.config,
@@ -155,12 +156,21 @@ def _block_shape(call: PreparedCall) -> BlockShape | None:
     return BlockShape(INVARIANT_WIDTH, call.num_new + INVARIANT_WIDTH, by_kernel)
 
 
+def _steps(call: PreparedCall, processes: coordinator.Processes) -> CompiledSteps | None:
+    """Return how steps run the layers of a call, None if they are not on a CPU."""
+    if call.input_ids.device.type != "cpu":
+        return None
+    refusal = None if processes.is_alone else execution.PROCESSES  # which must agree
+    return CompiledSteps(call.model, call.request.config.compiled_layers, refusal)
+
+
 def _runner(
     call: PreparedCall,
     shape: BlockShape | None,
     verifier: Verifier,
     processes: coordinator.Processes,
     outputs: RequestedOutputs,
+    steps: CompiledSteps | None,
     is_flat: bool,
 ) -> Runner:
     """Return the runner of a call. On a device, every engine has its forwards captured."""
@@ -175,8 +185,4 @@ def _runner(
             room=call.num_new,
             cuda_graphs=call.request.config.cuda_graphs,
         )
-    steps = None
-    if call.input_ids.device.type == "cpu":
-        refusal = None if processes.is_alone else execution.PROCESSES  # which must agree
-        steps = CompiledSteps(call.model, call.request.config.compiled_layers, refusal)
     return Runner(call.model, call.num_rows, shape, steps, is_flat)

@@ -216,8 +216,8 @@ def argmax(scores: torch.Tensor) -> int:
     """
     if scores.device.type != "cpu":
         return int(scores.argmax())
-    is_ready = compilation.of_kernels.compiled() and compilation.of_process.available()
-    if is_ready and scores.dtype in program.KINDS and scores.is_contiguous():
+    is_ready = program.is_ready(scores.dtype) and compilation.of_process.available()
+    if is_ready and scores.is_contiguous():
         return program.argmax(scores)
     return int(scores.float().numpy().argmax())
 

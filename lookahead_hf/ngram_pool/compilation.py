@@ -261,6 +261,9 @@ of_process = Compilation("of_process")
 of_kernels = Compilation("of_kernels")
 """The kernels for a CPU, which are compiled after them."""
 
+of_float16 = Compilation("of_float16")
+"""Those for float16 numbers, which few models have."""
+
 if hasattr(os, "register_at_fork"):
-    for _each in (of_process, of_kernels):
+    for _each in (of_process, of_kernels, of_float16):
         os.register_at_fork(after_in_child=_each.forget_threads)

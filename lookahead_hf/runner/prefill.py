@@ -11,7 +11,6 @@ import torch
 from lookahead_hf import compat
 from lookahead_hf.cache import hf_layers
 from lookahead_hf.cache.adopt import AdoptedCache
-from lookahead_hf.call import execution
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.kernels.cpu.program import MOST_TOKENS
 from lookahead_hf.model import position_limits, prefix_tuning
@@ -54,8 +53,8 @@ def prefill(
         outputs: Any = _read(runner, input_ids.numpy(), seen)
         before_steps()
         return outputs
-    if runner.steps is not None and runner.reads_prompts:
-        runner.steps.reasons.add(execution.PROMPT)
+    if runner.steps is not None:
+        runner.steps.leave_prompt()
     before = 0 if given is None else int(given.get_seq_length())
     outputs = compat.prefill(model, input_ids, generation_config, model_kwargs)
     before_steps()

@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig
 
 import lookahead_hf
-from lookahead_hf import SpeculativeConfig
+from lookahead_hf import SpeculativeConfig, compat
 from lookahead_hf.call import execution
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.model_state import state_of
@@ -19,6 +19,7 @@ from lookahead_hf.patches.layers import trial
 from lookahead_hf.patches.layers.room import Room
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner import prefill
+from lookahead_hf.runner.host import Runner
 from tests.helpers.drafts import Fixed
 from tests.helpers.models import prompt, tiny
 
@@ -168,7 +169,7 @@ def test_a_prompt_of_no_token_fails_as_it_does_in_plain_generation(model: Any) -
 
 
 def test_a_model_without_kernels_reads_its_prompts_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = lookahead_hf.enable(tiny("llama").half())
+    model = lookahead_hf.enable(tiny("llama").double())
     monkeypatch.setattr(prefill, "_read", None)
     model.generate(prompt(2, 20), max_new_tokens=8, speculative={"compiled_layers": "everywhere"})
     stats = lookahead_hf.last_stats(model)
@@ -183,9 +184,30 @@ def test_a_warm_up_measures_the_blocks_of_such_calls(model: Any) -> None:
     assert {is_flat for _, _, is_flat in state_of(model).run_blocks} == {True}
 
 
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_kernels_read_prompts_where_torch_multiplies_slowly(
+    is_slow: bool, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without being asked for, on processors that torch has no products of bfloat16 for."""
+    monkeypatch.setattr(compat, "multiplies_slowly", lambda dtype: is_slow)
+    blocks: list[bool] = []
+    forward = Runner.forward
+    monkeypatch.setattr(
+        Runner,
+        "forward",
+        lambda self, *args: blocks.append(self.reads_prompts) or forward(self, *args),
+    )
+    alone = generated(model, texts()[:1])
+    assert same(generated(model, texts()[:1], compiled=True), alone) == is_slow
+    assert blocks.pop() == is_slow
+    model.generate(prompt(), max_new_tokens=8, speculative={"compiled_layers": False})
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.own_code == (execution.NOT_ASKED_FOR,)
+
+
 def test_the_same_bits_matter_more_than_time(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With AMX, other calls would leave widths to the model's own code."""
-    monkeypatch.setattr(trial, "has_amx", lambda: True)
+    monkeypatch.setattr(trial, "has_own_instructions", lambda dtype: True)
     monkeypatch.setattr(trial.Trial, "time", None)
     monkeypatch.setattr(trial.Trial, "lost", frozenset(1 << power for power in range(10)))
     generated(model, texts())

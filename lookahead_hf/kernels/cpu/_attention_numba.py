@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from lookahead_hf.kernels.cpu._elementwise_numba import exp, tanh
-from lookahead_hf.kernels.cpu._products_numba import dot, rows_by_tokens
+from lookahead_hf.kernels.cpu._products_numba import dot, rows_by_tokens, widen
 from lookahead_hf.kernels.cpu.fields import (
     BEGIN,
     COUNT,
@@ -32,7 +32,7 @@ from lookahead_hf.kernels.cpu.fields import (
 )
 from lookahead_hf.kernels.cpu.llvm import LANES
 from lookahead_hf.kernels.cpu.scalars import float_of, longs, narrow, numbers, width_of
-from lookahead_hf.kernels.cpu.vectors import ROWS, largest_of, mix, sum_of
+from lookahead_hf.kernels.cpu.vectors import ROWS, is_widened, largest_of, mix, sum_of
 from lookahead_hf.ngram_pool.jit import jit_numbers
 
 MIXED = 4
@@ -62,24 +62,28 @@ def attend(op, piece, scratch, kind):
     begin, common = segment[BEGIN], segment[END] - segment[BEGIN]
     offset = (segment[ROW_SLOT] * stride + head * op[SHARED] // heads * dim) * width
     keys, values = op[WEIGHT] + offset, op[WEIGHT_2] + offset
-    queries = op[SOURCE] + (first_token * heads + head) * dim * width
+    queries, by_query = op[SOURCE] + (first_token * heads + head) * dim * width, heads * dim
     pitch = plan[PITCH]
     starts, tails = longs(plan[TAIL_STARTS]), longs(plan[TAILS])
+    totals = scratch + count * pitch * 4
+    out = totals + 64 * 4
+    in_query = width
+    if is_widened(kind):
+        source, by_query, in_query = queries, dim, 4
+        queries = out + count * dim * 4
+        for t in range(count):
+            widen(source + t * heads * dim * width, dim, queries + t * dim * 4, kind)
     whole = common // ROWS * ROWS
     at = keys + begin * stride * width
     for slot in range(0, whole, ROWS):
-        to = scratch + slot * 4
-        rows_by_tokens(
-            at + slot * stride * width, stride, queries, heads * dim, dim, count, to, pitch, kind
-        )
-    totals = scratch + count * pitch * 4
-    out = totals + 64 * 4
+        key, to = at + slot * stride * width, scratch + slot * 4
+        rows_by_tokens(key, stride, queries, by_query, dim, count, to, pitch, kind)
     total, mixed = numbers(totals, _SINGLE), numbers(out, _SINGLE)
     for i in range(count * dim):
         mixed[i] = np.float32(0.0)
     factor, limit = float_of(op[FACTOR]), float_of(op[EPSILON])
     for t in range(count):
-        query, scores = queries + t * heads * dim * width, scratch + t * pitch * 4
+        query, scores = queries + t * by_query * in_query, scratch + t * pitch * 4
         for slot in range(whole, common):
             dot(at + slot * stride * width, query, dim, scores + slot * 4, kind)
         tail = starts[first_token + t]

@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
-from lookahead_hf.kernels.cpu.llvm import HAS_PAIRS, LANES, LINE
-from lookahead_hf.kernels.cpu.scalars import width_of
-from lookahead_hf.kernels.cpu.vectors import MOST_TOKENS, ROWS, dots, touch
+import numpy as np
+
+from lookahead_hf.kernels.cpu.llvm import LINE
+from lookahead_hf.kernels.cpu.scalars import numbers, wide, width_of
+from lookahead_hf.kernels.cpu.vectors import MOST_TOKENS, ROWS, dots, in_vector, is_widened, touch
 from lookahead_hf.ngram_pool.jit import jit_numbers
 
 TOUCHED = 12 * 1024
@@ -52,18 +54,29 @@ def _small_block(w, x, size, count, out, out_stride, ahead, kind):
 
 
 @jit_numbers
-def product(w, first, last, size, x, tokens, out, out_stride, kind):
+def widen(x, count, room, kind):
+    """Write numbers as float32."""
+    source, target = numbers(x, kind), numbers(room, np.float32(0.0))
+    for i in range(count):
+        target[i] = wide(source[i])
+
+
+@jit_numbers
+def product(w, first, last, size, x, tokens, out, out_stride, room, kind):
     """Multiply the rows `first` to `last` of a weight, [any, size], by tokens, [tokens, size].
 
     The result is [tokens, last - first] float32, with `out_stride` numbers from one token's to the
-    next one's.
+    next one's. `room` has room for MOST_TOKENS tokens of float32 numbers.
     """
     length, blocks = size * width_of(kind), (tokens + MOST_TOKENS - 1) // MOST_TOKENS
-    in_vector = 2 * LANES if HAS_PAIRS and width_of(kind) == 2 else LANES
     most = (tokens + blocks - 1) // blocks
     is_touched = blocks <= 2 and (ROWS + most) * length <= TOUCHED
+    if is_widened(kind):
+        _product_of_widened(w, first, last, size, x, tokens, out, out_stride, room, kind)
+        return
     lines = 4 if blocks == 1 else (2 if blocks <= 3 else 1)
-    part = size // in_vector * lines * LINE  # what a block asks for
+    in_line = max(1, lines * in_vector(kind) * width_of(kind) // LINE)
+    part = size // in_vector(kind) * in_line * LINE  # what a block asks for
     row = first
     while row + ROWS <= last:
         at, start = w + row * length, 0
@@ -88,3 +101,30 @@ def product(w, first, last, size, x, tokens, out, out_stride, kind):
             to = out + (t * out_stride + row - first) * 4
             dot(w + row * length, x + t * length, size, to, kind)
         row += 1
+
+
+@jit_numbers
+def _product_of_widened(w, first, last, size, x, tokens, out, out_stride, room, kind):
+    """Multiply as `product` does, block by block: the rows stay in a core's second cache."""
+    length, blocks = size * width_of(kind), (tokens + MOST_TOKENS - 1) // MOST_TOKENS
+    start = 0
+    for block in range(blocks):
+        count = (tokens - start + blocks - block - 1) // (blocks - block)
+        widen(x + start * length, count * size, room, kind)
+        is_touched = block == 0 and ROWS * length + count * size * 4 <= TOUCHED
+        row = first
+        while row + ROWS <= last:
+            at, to = w + row * length, out + (start * out_stride + row - first) * 4
+            if is_touched:
+                touch(at, ROWS * length)
+            if block or is_touched:
+                rows_by_tokens(at, size, room, size, size, count, to, out_stride, kind)
+            else:
+                _only_block(at, room, size, count, to, out_stride, at + ROWS * length, kind)
+            row += ROWS
+        while row < last:
+            for t in range(count):
+                to = out + ((start + t) * out_stride + row - first) * 4
+                dot(w + row * length, room + t * size * 4, size, to, kind)
+            row += 1
+        start += count

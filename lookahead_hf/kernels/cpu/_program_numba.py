@@ -4,7 +4,7 @@ An operation is cut into pieces. Every thread takes the next piece until none is
 until the others have finished theirs. No piece belongs to a thread, so that a thread that comes
 late, or never, costs only speed.
 
-Weights are read where the model has them, so no copy can be out of date. bfloat16 results are
+Weights are read where the model has them, so no copy can be out of date. Results of 16 bits are
 rounded where transformers' layers round them; sums within a product or in attention are float32.
 """
 
@@ -116,7 +116,8 @@ def _multiply(op, tokens, piece, scratch, kind):
     pitch, stride = op[PIECE], op[OUTPUTS]
     first = piece * pitch
     count, width = min(pitch, stride - first), width_of(kind)
-    product(op[WEIGHT], first, first + count, op[SIZE], op[SOURCE], tokens, scratch, pitch, kind)
+    size, last, room = op[SIZE], first + count, scratch + tokens * pitch * 4
+    product(op[WEIGHT], first, last, size, op[SOURCE], tokens, scratch, pitch, room, kind)
     bias, flavour, factor = op[BIAS], op[FLAVOUR], float_of(op[FACTOR])
     slots = longs(longs(op[PLAN])[SLOTS]) if op[MODE] == TO_SLOTS else longs(0)
     for t in range(tokens):
@@ -148,8 +149,9 @@ def _gate(op, tokens, piece, scratch, kind):
     first = piece * pitch
     count, width, flavour = min(pitch, stride - first), width_of(kind), op[FLAVOUR]
     other, last = scratch + tokens * pitch * 4, first + count
-    product(op[WEIGHT], first, last, size, op[SOURCE], tokens, scratch, pitch, kind)
-    product(op[WEIGHT_2], first, last, size, op[SOURCE], tokens, other, pitch, kind)
+    room = other + tokens * pitch * 4
+    product(op[WEIGHT], first, last, size, op[SOURCE], tokens, scratch, pitch, room, kind)
+    product(op[WEIGHT_2], first, last, size, op[SOURCE], tokens, other, pitch, room, kind)
     for t in range(tokens):
         a = numbers(scratch + t * pitch * 4, _SINGLE)
         b = numbers(other + t * pitch * 4, _SINGLE)
@@ -237,12 +239,18 @@ def run(address, kind):
 
 
 @entry_point(types.void(types.intp))
-def run_half(address):
+def run_bfloat16(address):
     """Run a job on bfloat16 numbers."""
     run(address, np.uint16(0))
 
 
 @entry_point(types.void(types.intp))
-def run_single(address):
+def run_float16(address):
+    """Run a job on float16 numbers."""
+    run(address, np.int16(0))
+
+
+@entry_point(types.void(types.intp))
+def run_float32(address):
     """Run a job on float32 numbers."""
     run(address, np.float32(0.0))

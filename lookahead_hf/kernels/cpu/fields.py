@@ -64,6 +64,9 @@ NO_ACTIVATION, SILU, GELU_TANH = range(3)
 # A segment: tokens of a row that see the same slots, but for their tails.
 FIRST, COUNT, ROW_SLOT, BEGIN, END, SEGMENT_FIELDS = range(6)
 
+SIDE_BY_SIDE = 6
+"""Most tokens that a row of a weight is multiplied by at a time."""
+
 COUNTER_STRIDE = 8
 """int64 from one counter to the next, so that each has a line of a cache."""
 

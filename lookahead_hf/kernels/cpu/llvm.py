@@ -1,7 +1,7 @@
 """Building blocks of the kernels in LLVM's code.
 
-LLVM lowers its vectors to those of the processor (AVX2, AVX-512, NEON). Numbers are float32, or the
-bits of bfloat16 as uint16.
+LLVM lowers its vectors to those of the processor (AVX2, AVX-512, NEON). Numbers are float32, or
+held as their bits: bfloat16 as uint16, float16 as int16.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -27,10 +27,14 @@ HAS_PAIRS = LANES == 16 and "+avx512bf16" in _FEATURES
 LINE = 64
 """Bytes that memory brings at a time."""
 
-HALF = types.uint16
-"""The kind of bfloat16 numbers, held as their bits."""
+HAS_FLOAT16 = bool({"+f16c", "+neon"} & {*_FEATURES})
+"""Whether the processor turns float16 numbers into float32; LLVM would call a function for each."""
 
-F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+BFLOAT16, FLOAT16, FLOAT32 = types.uint16, types.int16, types.float32
+"""The kinds of numbers."""
+
+F16, F32 = ir.HalfType(), ir.FloatType()
+I16, I32, I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 
 
 class BFloat(ir.types.Type):
@@ -48,7 +52,7 @@ class BFloat(ir.types.Type):
 
 def bytes_of(kind: Any) -> int:
     """Return the bytes of a number."""
-    return 2 if kind == HALF else 4
+    return 4 if kind == FLOAT32 else 2
 
 
 def int64(number: int) -> Any:
@@ -96,18 +100,20 @@ def spread(builder: Any, number: Any, kind: Any) -> Any:
     return shuffle(builder, one, one, [0] * kind.count)
 
 
-def load_wide(builder: Any, address: Any, offset: Any, width: int, rest: Any = None) -> Any:
+def load_wide(builder: Any, address: Any, offset: Any, kind: Any, rest: Any = None) -> Any:
     """Load a vector of numbers as float32."""
-    bits = load_bits(builder, address, offset, width, LANES, rest)
-    if width == 2:
+    bits = load_bits(builder, address, offset, bytes_of(kind), LANES, rest)
+    if kind == BFLOAT16:
         wide = vector_of(I32)
         bits = builder.shl(builder.zext(bits, wide), ir.Constant(wide, [16] * LANES))
+    if kind == FLOAT16:
+        return builder.fpext(builder.bitcast(bits, vector_of(F16)), vector_of(F32))
     return builder.bitcast(bits, vector_of(F32))
 
 
-def load_pairs(builder: Any, address: Any, offset: Any, width: int, rest: Any = None) -> Any:
+def load_pairs(builder: Any, address: Any, offset: Any, kind: Any, rest: Any = None) -> Any:
     """Load pairs of bfloat16 numbers."""
-    bits = load_bits(builder, address, offset, width, 2 * LANES, rest)
+    bits = load_bits(builder, address, offset, bytes_of(kind), 2 * LANES, rest)
     return builder.bitcast(bits, vector_of(BFloat(), 2 * LANES))
 
 

@@ -12,13 +12,29 @@ import torch
 from lookahead_hf.kernels.cpu import fields, team
 from lookahead_hf.kernels.data import PathTable
 from lookahead_hf.ngram_pool import compilation
+from lookahead_hf.ngram_pool.compilation import Compilation
 
-KINDS = (torch.bfloat16, torch.float32)
-"""Dtypes that there are kernels for."""
+KINDS = {
+    torch.bfloat16: np.uint16(0),
+    torch.float32: np.float32(0.0),
+    torch.float16: np.int16(0),
+}
+"""Dtypes that there are kernels for, each with a number of the kind that its bits are held as."""
 
 MOST_TOKENS = 512
 """Most tokens of a block, which decides how large buffers are. At that width a model of 135M
 parameters takes 0.75 of its own code's time; one of 1.5B takes 0.93 at 256 tokens."""
+
+
+def compilations_of(dtype: torch.dtype) -> list[Compilation]:
+    """Return what has to be compiled for the kernels of a dtype, in this order."""
+    more = [compilation.of_float16] if dtype == torch.float16 else []
+    return [compilation.of_kernels, *more]
+
+
+def is_ready(dtype: torch.dtype) -> bool:
+    """Return whether there are kernels for a dtype, and they are compiled."""
+    return dtype in KINDS and all(each.compiled() for each in compilations_of(dtype))
 
 
 def functions() -> ModuleType:
@@ -103,9 +119,7 @@ class Workspace:
 
     @cached_property
     def _entry(self) -> int:
-        of_kind = functions()
-        entry = of_kind.run_half if self._dtype == torch.bfloat16 else of_kind.run_single
-        return int(entry.address)
+        return _entry_of(self._dtype)
 
     def run(self, first: int, count: int, num_tokens: int, floats: int) -> None:
         """Carry out `count` operations; each thread has room for `floats` float32 numbers."""
@@ -123,11 +137,16 @@ class Workspace:
         team.run(self._entry, job.ctypes.data, num_threads)
 
 
+def _entry_of(dtype: torch.dtype) -> int:
+    """Return the address of the function that runs jobs on numbers of a dtype."""
+    return int(getattr(functions(), f"run_{dtype}".replace("torch.", "")).address)
+
+
 def argmax(scores: torch.Tensor) -> int:
     """Return the index of the first largest number of a contiguous tensor of one of `KINDS`."""
     from lookahead_hf.kernels.cpu import _choice_numba
 
-    kind = np.uint16(0) if scores.dtype == torch.bfloat16 else np.float32(0.0)
+    kind = KINDS[scores.dtype]
     return int(_choice_numba.argmax(scores.data_ptr(), scores.numel(), kind))
 
 
@@ -143,16 +162,32 @@ def compact_path(
 
 
 def _warm_up() -> None:
-    """Compile the kernels, or load them."""
-    of_kind = functions()
-    for entry in (of_kind.run_half, of_kind.run_single):
-        assert entry.address
-    for dtype in KINDS:
-        store, one = torch.zeros(1, 1, 1, 1, dtype=dtype), np.ones(1, np.int64)
-        assert argmax(store.flatten()) == 0
-        compact_path(PathTable([store]), one - 1, one[None] - 1, one)
+    """Compile the kernels for bfloat16 and float32, or load them."""
+    for dtype in (torch.bfloat16, torch.float32):
+        _compile_for(dtype)
     seen, counts = np.ones((1, 1, 1), bool), np.ones(1, np.int64)
     Plan(np.zeros(1, np.int64), [(seen, counts, np.zeros(1, np.int64))])
 
 
+def _warm_up_float16() -> None:
+    """Compile the kernels for float16, or load them.
+
+    Raises:
+        RuntimeError: The processor cannot convert such numbers.
+    """
+    functions()
+    from lookahead_hf.kernels.cpu.llvm import HAS_FLOAT16
+
+    if not HAS_FLOAT16:
+        raise RuntimeError("the processor has no instructions that convert float16 numbers")
+    _compile_for(torch.float16)
+
+
+def _compile_for(dtype: torch.dtype) -> None:
+    store, one = torch.zeros(1, 1, 1, 1, dtype=dtype), np.ones(1, np.int64)
+    assert _entry_of(dtype) and argmax(store.flatten()) == 0
+    compact_path(PathTable([store]), one - 1, one[None] - 1, one)
+
+
 compilation.of_kernels.register(_warm_up)
+compilation.of_float16.register(_warm_up_float16)

@@ -8,8 +8,10 @@ from numba import types
 from numba.extending import intrinsic
 
 from lookahead_hf.kernels.cpu.llvm import (
+    BFLOAT16,
+    F16,
     F32,
-    HALF,
+    FLOAT16,
     I16,
     I32,
     I64,
@@ -55,9 +57,9 @@ def wide(typing, number):
 
     def generate(context, builder, signature, arguments):
         bits = arguments[0]
-        if number != HALF:
-            return bits
-        return builder.bitcast(builder.shl(builder.zext(bits, I32), I32(16)), F32)
+        if number == BFLOAT16:
+            return builder.bitcast(builder.shl(builder.zext(bits, I32), I32(16)), F32)
+        return builder.fpext(builder.bitcast(bits, F16), F32) if number == FLOAT16 else bits
 
     return types.float32(number), generate
 
@@ -68,7 +70,9 @@ def narrow(typing, number, kind):
 
     def generate(context, builder, signature, arguments):
         number = arguments[0]
-        if kind != HALF:
+        if kind == FLOAT16:
+            return builder.bitcast(builder.fptrunc(number, F16), I16)
+        if kind != BFLOAT16:
             return number
         bits = builder.bitcast(number, I32)
         odd = builder.and_(builder.lshr(bits, I32(16)), I32(1))

@@ -20,8 +20,11 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from lookahead_hf.kernels.cpu.fields import SIDE_BY_SIDE
 from lookahead_hf.kernels.cpu.llvm import (
+    BFLOAT16,
     F32,
+    FLOAT32,
     HAS_PAIRS,
     I32,
     I64,
@@ -43,63 +46,97 @@ from lookahead_hf.kernels.cpu.llvm import (
     vector_of,
 )
 
-MOST_TOKENS = 6 if LANES == 16 else 4
+MOST_TOKENS = SIDE_BY_SIDE if LANES == 16 else 4
 """Tokens that are multiplied side by side: as many sums as stay in registers."""
 
 ROWS = 4 if LANES == 16 else 2
 """Rows of a weight that are multiplied side by side."""
 
 
+def uses_pairs(kind: Any) -> bool:
+    """Return whether products of numbers of a kind are added in pairs."""
+    return HAS_PAIRS and bool(kind == BFLOAT16)
+
+
+def read_as(kind: Any) -> Any:
+    """Return the kind of numbers that tokens are read as, for weights of a kind.
+
+    To turn tokens into float32 for each row of a weight takes as long as to multiply them.
+    """
+    return kind if uses_pairs(kind) else FLOAT32
+
+
+@intrinsic
+def is_widened(typing, kind):
+    """Return whether tokens have to be turned into float32 before they are multiplied."""
+
+    def generate(context, builder, signature, arguments):
+        return context.get_constant(types.boolean, read_as(kind) != kind)
+
+    return types.boolean(kind), generate
+
+
+@intrinsic
+def in_vector(typing, kind):
+    """Return how many numbers of a kind are multiplied at a time."""
+
+    def generate(context, builder, signature, arguments):
+        return int64(2 * LANES if uses_pairs(kind) else LANES)
+
+    return types.int64(kind), generate
+
+
 def dots(num_rows: int, counts: Sequence[int], lines: int = 0) -> Any:
     """Make a function that multiplies some rows of a weight by `count` tokens.
 
     The function writes `out[t * out_stride + r] = sum(w[r * w_stride + i] * x[t * x_stride + i])`
-    over `i < size`, in float32. Strides count numbers; the other places are addresses. With every
-    vector it also asks memory for some lines from the address `ahead` on, which are multiplied
-    next.
+    over `i < size`, in float32. Strides count numbers; the other places are addresses. Tokens are
+    numbers as of `read_as`. With every vector it also asks memory for some lines from the address
+    `ahead` on, which are multiplied next.
 
     Args:
         num_rows: Rows of the weight, a power of two.
         counts: Numbers of tokens that `count` may be; there is code for each of them.
-        lines: Lines to ask for.
+        lines: Lines to ask for with vectors of a line; narrower ones ask for fewer.
     """
 
     @intrinsic
     def multiply(typing, w, w_stride, x, x_stride, size, count, out, out_stride, ahead, kind):
-        width = bytes_of(kind)
-        uses_pairs = width == 2 and HAS_PAIRS
-        in_vector = 2 * LANES if uses_pairs else LANES
-        read, add = (load_pairs, add_pairs) if uses_pairs else (load_wide, fma)
+        of_token, pairs = read_as(kind), uses_pairs(kind)
+        at_a_time = 2 * LANES if pairs else LANES
+        read, add = (load_pairs, add_pairs) if pairs else (load_wide, fma)
+        asked = lines and max(1, lines * at_a_time * bytes_of(kind) // LINE)
 
         def generate(context, builder, signature, arguments):
             w, w_stride, x, x_stride, size, count, out, out_stride, ahead, _ = arguments
             zero = ir.Constant(vector_of(F32), [0.0] * LANES)
 
-            def firsts(base: Any, stride: Any, count: int) -> list[Any]:
-                by = builder.mul(stride, int64(width))
+            def firsts(base: Any, stride: Any, count: int, kind: Any) -> list[Any]:
+                by = builder.mul(stride, int64(bytes_of(kind)))
                 return [builder.add(base, builder.mul(by, int64(i))) for i in range(count)]
 
             def multiply_by(num_tokens: int) -> None:
-                rows, tokens = firsts(w, w_stride, num_rows), firsts(x, x_stride, num_tokens)
+                rows = firsts(w, w_stride, num_rows, kind)
+                tokens = firsts(x, x_stride, num_tokens, of_token)
                 number_of_sums = num_rows * num_tokens
                 sums = [cgutils.alloca_once_value(builder, zero) for _ in range(number_of_sums)]
 
                 def add_products(place: Any, rest: Any) -> None:
-                    weights = [read(builder, each, place, width, rest) for each in rows]
+                    weights = [read(builder, each, place, kind, rest) for each in rows]
                     for t, token in enumerate(tokens):
-                        number = read(builder, token, place, width, rest)
+                        number = read(builder, token, place, of_token, rest)
                         for r, weight in enumerate(weights):
                             total = sums[t * num_rows + r]
                             builder.store(add(builder, weight, number, builder.load(total)), total)
 
-                num_vectors = builder.udiv(size, int64(in_vector))
+                num_vectors = builder.udiv(size, int64(at_a_time))
                 with cgutils.for_range(builder, num_vectors, intp=I64) as loop:
-                    if lines:
-                        first = builder.add(ahead, builder.mul(loop.index, int64(lines * LINE)))
-                        for line in range(lines):
+                    if asked:
+                        first = builder.add(ahead, builder.mul(loop.index, int64(asked * LINE)))
+                        for line in range(asked):
                             prefetch(builder, builder.add(first, int64(line * LINE)))
-                    add_products(builder.mul(loop.index, int64(in_vector)), None)
-                rest = builder.urem(size, int64(in_vector))
+                    add_products(builder.mul(loop.index, int64(at_a_time)), None)
+                rest = builder.urem(size, int64(at_a_time))
                 with builder.if_then(builder.icmp_unsigned("!=", rest, int64(0)), likely=False):
                     add_products(builder.sub(size, rest), rest)
                 totals = [builder.load(each) for each in sums]
@@ -171,8 +208,6 @@ def mix(num_queries: int, num_vectors: int, is_partial: bool = False) -> Any:
 
     @intrinsic
     def add_up(typing, p, p_stride, v, v_stride, slots, count, out, out_stride, rest, kind):
-        width = bytes_of(kind)
-
         def generate(context, builder, signature, arguments):
             p, p_stride, v, v_stride, slots, count, out, out_stride, rest, _ = arguments
             vector, rest = vector_of(F32), rest if is_partial else None
@@ -183,7 +218,7 @@ def mix(num_queries: int, num_vectors: int, is_partial: bool = False) -> Any:
 
             sums = {
                 pair: cgutils.alloca_once_value(
-                    builder, load_wide(builder, out, place(*pair), 4, rest)
+                    builder, load_wide(builder, out, place(*pair), FLOAT32, rest)
                 )
                 for pair in pairs
             }
@@ -197,7 +232,7 @@ def mix(num_queries: int, num_vectors: int, is_partial: bool = False) -> Any:
                     )
                 first = builder.mul(builder.load(slot), v_stride)
                 values = [
-                    load_wide(builder, v, builder.add(first, int64(i * LANES)), width, rest)
+                    load_wide(builder, v, builder.add(first, int64(i * LANES)), kind, rest)
                     for i in range(num_vectors)
                 ]
                 for q in range(num_queries):
@@ -223,14 +258,12 @@ def _reduced(combine: Any, start: float, fold: Any) -> Any:
 
     @intrinsic
     def reduce(typing, address, count, kind):
-        width = bytes_of(kind)
-
         def generate(context, builder, signature, arguments):
             address, count, _ = arguments
             total = cgutils.alloca_once_value(builder, ir.Constant(vector_of(F32), [start] * LANES))
 
             def add(place: Any, rest: Any) -> None:
-                numbers = load_wide(builder, address, place, width, rest)
+                numbers = load_wide(builder, address, place, kind, rest)
                 if rest is not None and start:
                     outside = ir.Constant(vector_of(F32), [start] * LANES)
                     numbers = builder.select(first_lanes(builder, rest, LANES), numbers, outside)

@@ -13,7 +13,7 @@ from torch import nn
 from lookahead_hf import compat
 from lookahead_hf.kernels.cpu import fields
 from lookahead_hf.kernels.cpu.fields import bits
-from lookahead_hf.kernels.cpu.program import KINDS
+from lookahead_hf.kernels.cpu.program import is_ready
 from lookahead_hf.patches.layers.code import NORM, is_known, is_own, own_names, unwrapped
 
 # Read by `map`, since every step asks for them of every parameter.
@@ -123,7 +123,7 @@ class Program:
     def floats(self, num_tokens: int) -> int:
         """Return the float32 numbers that a thread needs room for, attention aside."""
         piece, vector = self._largest
-        return 2 * max(num_tokens * piece, vector) + 64
+        return 2 * max(num_tokens * piece, vector) + fields.SIDE_BY_SIDE * vector + 64
 
     @cached_property
     def _largest(self) -> tuple[int, int]:
@@ -175,7 +175,7 @@ class Program:
             raise Unknown("a parameter is not in one piece on a CPU")
         if not self.weights:
             self.dtype = tensor.dtype
-        if tensor.dtype not in KINDS or tensor.dtype is not self.dtype:
+        if not is_ready(tensor.dtype) or tensor.dtype is not self.dtype:
             raise Unknown(f"it has weights of {tensor.dtype}, or of several types")
 
     def replace(self, module: Any, part: str | None = None) -> Any:

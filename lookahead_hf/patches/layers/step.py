@@ -20,7 +20,11 @@ from lookahead_hf.patches.layers.room import Arguments, Room, Unit
 
 _logger = logging.getLogger(__name__)
 
-TOLERANCES = {torch.bfloat16: (0.05, 2.0**-7), torch.float32: (1e-3, 1e-5)}
+TOLERANCES = {
+    torch.bfloat16: (0.05, 2.0**-7),
+    torch.float16: (0.02, 2.0**-10),
+    torch.float32: (1e-3, 1e-5),
+}
 """Largest error of a layer in its first step, relative to what it adds and to its whole result."""
 
 SEGMENT = 8
@@ -124,7 +128,7 @@ class LayerStep:
 
     def _run(self, units: list[Unit], given: list[Arguments], x: torch.Tensor) -> None:
         head_dim = max(unit.program.head_dim for unit in units)
-        attending = SEGMENT * (self._pitch + head_dim) + 128
+        attending = SEGMENT * (self._pitch + 2 * head_dim) + 128
         self.room.run(units, given, x.numel() // x.shape[-1], attending)
 
     def _arguments_of(self, unit: Unit, x: Any, kwargs: dict[str, Any]) -> Arguments | None:

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from lookahead_hf import compat
 from lookahead_hf.call import execution
-from lookahead_hf.kernels.cpu import team
+from lookahead_hf.kernels.cpu import program, team
 from lookahead_hf.model.compiled import is_compiled
 from lookahead_hf.model_state import state_of
 from lookahead_hf.ngram_pool import compilation
@@ -34,20 +35,18 @@ class CompiledSteps:
 
     was_timed = False
 
-    def __init__(
-        self, model: nn.Module, asked: bool | str = True, refusal: str | None = None
-    ) -> None:
+    def __init__(self, model: Any, asked: bool | str = True, refusal: str | None = None) -> None:
         """Describe the model's layers, or those that have changed since the last call.
 
         Args:
             model: The target.
             asked: As `compiled_layers` of the configuration. For "everywhere" the kernels are
-                compiled first, if need be.
+                compiled first, if need be. Without it they read prompts where torch is slow.
             refusal: Why the call does not use the kernels, None if it may.
         """
         refusal = refusal or (None if asked else execution.NOT_ASKED_FOR)
         if asked == "everywhere" and refusal is None:
-            _compile()
+            _compile(model)
         refusal = refusal or _refusal(model)
         self._layers = None if refusal else _kept(model)
         self.reasons = {refusal} if refusal else set[str]()
@@ -56,9 +55,17 @@ class CompiledSteps:
             self.reasons |= self._layers.refused
             self._lost = self._layers.trial.lost  # in one call a width goes one way
         self.is_used = self._layers is not None and bool(self._layers.units)
-        self.reads_prompts = asked == "everywhere" and self.is_used
+        has_decoder = self._layers is not None and self._layers.has_decoder
+        is_faster = has_decoder and compat.multiplies_slowly(model.dtype)
+        self._must_read = self.is_used and asked == "everywhere"
+        self.reads_prompts = self._must_read or is_faster
         if self.reads_prompts:  # and the same bits matter more than time
             self._lost = frozenset()
+
+    def leave_prompt(self) -> None:
+        """Let the model's own code read the prompt; the statistics say so if kernels should."""
+        if self._must_read:
+            self.reasons.add(execution.PROMPT)
 
     def run(self, forward: Callable[[], Any], num_tokens: int) -> Any:
         """Run a forward of `num_tokens` tokens, with the kernels where nothing forbids it.
@@ -93,25 +100,26 @@ class CompiledSteps:
         self.counts = {execution.COMPILED: by_kernels, execution.MODEL: by_own_code}
 
 
-def _compile() -> None:
+def _compile(model: Any) -> None:
     """Compile the kernels now; if that fails, calls go on without them."""
     try:
-        compilation.of_process.compile_now()
-        compilation.of_kernels.compile_now()
+        for each in (compilation.of_process, *program.compilations_of(model.dtype)):
+            each.compile_now()
     except Exception:
         _logger.info("the kernels could not be compiled", exc_info=True)
 
 
-def _refusal(model: nn.Module) -> str | None:
+def _refusal(model: Any) -> str | None:
     """Return why a call cannot use the kernels, None if it can; start to compile them."""
-    drafting, kernels = compilation.of_process, compilation.of_kernels
     if is_compiled(model):
         return execution.BY_TORCH
     if not team.has_torchs_threads():
         return execution.NO_OPENMP
-    if kernels.compiled() or (drafting.ready() and kernels.ready()):  # after those of drafting
+    kernels = program.compilations_of(model.dtype)
+    parts = [compilation.of_process, *kernels]
+    if all(each.compiled() for each in kernels) or all(each.ready() for each in parts):  # in turn
         return None
-    is_failed = not (drafting.available() and kernels.available())
+    is_failed = not all(each.available() for each in parts)
     return execution.NO_COMPILER if is_failed else execution.COMPILING
 
 

@@ -1,8 +1,9 @@
 """Finds the widths at which the model's own code is faster than the kernels.
 
 On every machine that was measured the kernels were faster at each width that they take. None of
-these has AMX, which torch uses for products of bfloat16 and the kernels do not. Steps are therefore
-timed both ways on machines with AMX, and only there. This was never run on such a machine.
+these has AMX or the float16 arithmetic of AVX-512, which torch uses for products and the kernels do
+not. Steps are therefore timed both ways on machines with such instructions for the dtype of the
+layers, and only there. This was never run on such a machine.
 """
 
 from __future__ import annotations
@@ -27,12 +28,16 @@ MARGIN = 0.85
 """The own code is faster if it takes less than this share of the kernels' time."""
 
 
+INSTRUCTIONS = {torch.bfloat16: "amx-bf16", torch.float16: "avx512fp16"}
+"""Those that torch alone uses, by LLVM's names."""
+
+
 @lru_cache
-def has_amx() -> bool:
-    """Return whether this machine multiplies bfloat16 in tiles."""
+def has_own_instructions(dtype: torch.dtype) -> bool:
+    """Return whether this machine has instructions that torch alone uses for a dtype."""
     from llvmlite import binding
 
-    return bool(binding.get_host_cpu_features().get("amx-bf16"))
+    return bool(binding.get_host_cpu_features().get(INSTRUCTIONS.get(dtype, "")))
 
 
 class Trial:
@@ -40,7 +45,7 @@ class Trial:
 
     def __init__(self, dtypes: set[torch.dtype]) -> None:
         """Begin without timings; `dtypes` are those of the layers."""
-        self._is_wanted = torch.bfloat16 in dtypes and has_amx()
+        self._is_wanted = any(map(has_own_instructions, dtypes))
         self._wins: dict[int, list[bool]] = defaultdict(list)
 
     @property

@@ -10,7 +10,7 @@ from lookahead_hf import kernels
 from lookahead_hf.kernels import PathTable, reference
 from lookahead_hf.kernels.cpu import program
 
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

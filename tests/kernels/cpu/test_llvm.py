@@ -29,13 +29,24 @@ MULTIPLIED = """
 import numpy as np
 from lookahead_hf.kernels.cpu._products_numba import product
 rng, size, rows = np.random.default_rng(0), 1024, 9
-w = rng.random((rows, size), np.float32)
-for tokens in range(1, 20):
-    x = rng.random((tokens, size), np.float32)
-    out = np.full((tokens + 4, rows), -7, np.float32)
-    product(w.ctypes.data, 0, rows, size, x.ctypes.data, tokens, out.ctypes.data, rows, w[0, 0])
-    np.testing.assert_allclose(out[:tokens], x @ w.T, rtol=1e-4)
-    assert (out[tokens:] == -7).all(), tokens
+room = np.empty((6, size), np.float32)
+
+def as_kind(numbers, kind):  # what is left out of bfloat16 is 0
+    bits = numbers.view(np.uint32)
+    bits &= np.uint32(0xFFFFFFFF if kind.dtype == np.float32 else 0xFFFF0000)
+    return numbers if kind.dtype == np.float32 else (bits >> 16).astype(np.uint16)
+
+for kind in (np.float32(0), np.uint16(0)):
+    w = rng.random((rows, size), np.float32)
+    held = as_kind(w, kind)
+    for tokens in range(1, 20):
+        x = rng.random((tokens, size), np.float32)
+        tokens_held = as_kind(x, kind)
+        out = np.full((tokens + 4, rows), -7, np.float32)
+        given = held.ctypes.data, 0, rows, size, tokens_held.ctypes.data, tokens, out.ctypes.data
+        product(*given, rows, room.ctypes.data, kind)
+        np.testing.assert_allclose(out[:tokens], x @ w.T, rtol=1e-4)
+        assert (out[tokens:] == -7).all(), tokens
 """
 
 
@@ -43,3 +54,25 @@ for tokens in range(1, 20):
 def test_products_write_the_tokens_of_a_block_and_no_others(cpu: str | None) -> None:
     environment = os.environ | ({"NUMBA_CPU_NAME": cpu} if cpu else {})
     subprocess.run([sys.executable, "-c", MULTIPLIED], env=environment, check=True)
+
+
+FLOAT16 = """
+from lookahead_hf.kernels.cpu import program
+from lookahead_hf.ngram_pool import compilation
+try:
+    compilation.of_float16.compile_now()
+except RuntimeError as error:
+    print(error)
+print(compilation.of_float16.available())
+"""
+
+
+def test_without_instructions_for_float16_there_are_no_kernels_for_it() -> None:
+    """LLVM would call functions that no library of the process has."""
+    environment = os.environ | {"NUMBA_CPU_NAME": "generic"}
+    command = [sys.executable, "-c", FLOAT16]
+    printed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    assert printed.stdout.split("\n")[:2] == [
+        "the processor has no instructions that convert float16 numbers",
+        "False",
+    ]

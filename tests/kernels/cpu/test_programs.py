@@ -13,7 +13,7 @@ from lookahead_hf.kernels.cpu import fields
 from lookahead_hf.kernels.cpu.fields import bits
 from lookahead_hf.kernels.cpu.program import Plan, Workspace
 
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 SIZES = ((1, 1), (3, 5), (40, 33), (64, 96), (130, 4), (576, 48))
 """Inputs and outputs of a linear layer: multiples of a vector, and others."""
@@ -53,7 +53,7 @@ def error(ours: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def limit(dtype: torch.dtype) -> float:
-    return 1e-5 if dtype == torch.float32 else 2.0**-7
+    return {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -151,7 +151,7 @@ class OnThreads(RandomTrees):
         return super().__call__(rest)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "olmo2"])
 def test_the_bits_of_a_text_do_not_depend_on_drafts_or_threads(
     name: str, dtype: torch.dtype
@@ -192,7 +192,7 @@ class OfEveryWidth:
         return right + siblings, [*range(-1, len(right) - 1), *[-1] * len(siblings)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rows", "widest"), [(1, 64), (3, 41)])
 def test_bits_are_the_same_at_every_width(rows: int, widest: int, dtype: torch.dtype) -> None:
     model, ids = of_family("llama", dtype), prompt(rows, 11)

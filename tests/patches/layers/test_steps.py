@@ -233,7 +233,7 @@ def test_with_amx_a_width_goes_the_faster_way(
     call = {"max_new_tokens": 20, "do_sample": False, "speculative": {"budget": 0}}
     expected = model.generate(prompt(), **call).tolist()
     lookahead_hf.disable(model)
-    monkeypatch.setattr(trial, "has_amx", lambda: True)
+    monkeypatch.setattr(trial, "has_own_instructions", lambda dtype: True)
     monkeypatch.setattr(trial, "clock", lambda: now[0])
     monkeypatch.setattr(CompiledLayers, "run", by_kernels)
     monkeypatch.setattr(type(model), "forward", forwards)
@@ -251,9 +251,26 @@ def test_with_amx_a_width_goes_the_faster_way(
 
 
 def test_without_amx_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "has_amx", lambda: False)
+    monkeypatch.setattr(trial, "has_own_instructions", lambda dtype: False)
     monkeypatch.setattr(trial.Trial, "time", None)
     run(tiny("llama").to(torch.bfloat16), True)
+
+
+def test_the_kernels_for_float16_are_compiled_after_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, asked = tiny("llama").half(), list[str]()
+    monkeypatch.setattr(compilation.of_float16, "compiled", lambda: False)
+    for each in (compilation.of_process, compilation.of_kernels, compilation.of_float16):
+        monkeypatch.setattr(
+            each, "ready", lambda each=each: asked.append(each.name) or each.compiled()
+        )
+    run(model, True)
+    assert asked[:3] == ["of_process", "of_kernels", "of_float16"]
+    assert stats_of(model).own_code == (execution.COMPILING,)
+    monkeypatch.undo()
+    run(model, True)
+    assert stats_of(model).execution == "compiled"
 
 
 def test_a_call_without_the_kernels_says_so() -> None:
