@@ -75,20 +75,33 @@ def test_one_switch_makes_every_model_speculate(
     assert done.stdout.split() == [str(speculates), "False", "True"]
 
 
-@pytest.mark.parametrize(
-    ("words", "shown"),
-    [
-        ("", "usage: "),
-        ("--speculative", "usage: "),
-        ("--fast program.py", "usage: "),
-        ("nothing.py", "there is no file nothing.py"),
-        ("nothing", "there is no program nothing: PROGRAM is"),
-        ("nothing.within --help", "there is no program nothing.within: PROGRAM is"),
-    ],
-)
-def test_no_program(folder: Path, words: str, shown: str) -> None:
-    done = run(folder, *words.split())
-    assert done.returncode == 1 and done.stderr.startswith(shown)
+WRONG = {
+    "": "usage: ",
+    "--speculative": "usage: ",
+    "--fast program.py": "usage: ",
+    "nothing.py": "there is no file nothing.py",
+    "nothing": "there is no program nothing: PROGRAM is",
+    "nothing.within --help": "there is no program nothing.within: PROGRAM is",
+}
+"""Words that name no program, and what is said about them."""
+
+TRYING = """
+import sys
+from lookahead_hf.auto import run_program
+for words in sys.argv[1:]:
+    try:
+        run_program(words.split())
+    except SystemExit as end:
+        print(str(end).splitlines()[0])
+"""
+
+
+def test_no_program(folder: Path) -> None:
+    assert run(folder).returncode == 1
+    command = [sys.executable, "-c", TRYING, *WRONG]
+    tried = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    for said, shown in zip(tried.stdout.splitlines(), WRONG.values(), strict=True):
+        assert said.startswith(shown)
 
 
 def test_a_switch_that_is_not_known(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
