@@ -37,7 +37,6 @@ class CompiledLayers:
         units: The layers, decoder layers first.
         refused: Why other layers run their own code.
         num_refused: Number of these layers.
-        has_decoder: Whether there are kernels for all decoder layers.
         trial: Widths at which the model's own code is faster.
     """
 
@@ -56,10 +55,10 @@ class CompiledLayers:
             if self._add(descriptions.of_layer, layer):
                 inside.update(layer.modules())
         self._num_layers = len(self.units)
-        self.has_decoder = 0 < len(layers) == len(self.units)
+        has_all = 0 < len(layers) == len(self.units)
         for module in model.modules():
             is_linear = isinstance(module, nn.Linear) and module not in inside
-            if is_linear and (self.has_decoder or _is_large(module)):
+            if is_linear and (has_all or _is_large(module)):
                 self._add(descriptions.of_linear, module)
         calls = [(unit.module, _Call(self.units, unit)) for unit in self.units]
         self._calls = [(vars(module), call) for module, call in calls]

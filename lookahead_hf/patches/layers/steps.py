@@ -55,9 +55,8 @@ class CompiledSteps:
             self.reasons |= self._layers.refused
             self._lost = self._layers.trial.lost  # in one call a width goes one way
         self.is_used = self._layers is not None and bool(self._layers.units)
-        has_decoder = self._layers is not None and self._layers.has_decoder
-        is_faster = has_decoder and compat.multiplies_slowly(model.dtype)
         self._must_read = self.is_used and asked == "everywhere"
+        is_faster = self.is_used and compat.multiplies_slowly(model.dtype)
         self.reads_prompts = self._must_read or is_faster
         if self.reads_prompts:  # and the same bits matter more than time
             self._lost = frozenset()
