@@ -6,17 +6,18 @@ from __future__ import annotations
 
 import numpy as np
 
+from lookahead_hf.kernels.cpu.fields import SIDE_BY_SIDE
 from lookahead_hf.kernels.cpu.llvm import LINE
 from lookahead_hf.kernels.cpu.scalars import numbers, wide, width_of
-from lookahead_hf.kernels.cpu.vectors import MOST_TOKENS, ROWS, dots, in_vector, is_widened, touch
+from lookahead_hf.kernels.cpu.vectors import ROWS, dots, in_vector, is_widened, touch
 from lookahead_hf.ngram_pool.jit import jit_numbers
 
 TOUCHED = 12 * 1024
 """Bytes of some rows and tokens up to which the rows are touched before they are multiplied. They
 then stay in a core's first cache. More are asked for while others are multiplied."""
 
-_ANY = range(1, MOST_TOKENS + 1)
-_OF_SEVERAL = range((MOST_TOKENS + 1) // 2, MOST_TOKENS + 1)  # tokens of one of several blocks
+_ANY = range(1, SIDE_BY_SIDE + 1)
+_OF_SEVERAL = range((SIDE_BY_SIDE + 1) // 2, SIDE_BY_SIDE + 1)  # tokens of one of several blocks
 
 _one = dots(1, [1])
 _near, _only = dots(ROWS, _ANY), dots(ROWS, _ANY, 4)
@@ -31,7 +32,7 @@ def dot(w, x, size, out, kind):
 
 @jit_numbers
 def rows_by_tokens(w, w_stride, x, x_stride, size, count, out, out_stride, kind):
-    """Multiply ROWS rows by up to MOST_TOKENS tokens, all of which are in a cache."""
+    """Multiply ROWS rows by up to SIDE_BY_SIDE tokens, all of which are in a cache."""
     _near(w, w_stride, x, x_stride, size, count, out, out_stride, 0, kind)
 
 
@@ -66,9 +67,9 @@ def product(w, first, last, size, x, tokens, out, out_stride, room, kind):
     """Multiply the rows `first` to `last` of a weight, [any, size], by tokens, [tokens, size].
 
     The result is [tokens, last - first] float32, with `out_stride` numbers from one token's to the
-    next one's. `room` has room for MOST_TOKENS tokens of float32 numbers.
+    next one's. `room` has room for SIDE_BY_SIDE tokens of float32 numbers.
     """
-    length, blocks = size * width_of(kind), (tokens + MOST_TOKENS - 1) // MOST_TOKENS
+    length, blocks = size * width_of(kind), (tokens + SIDE_BY_SIDE - 1) // SIDE_BY_SIDE
     most = (tokens + blocks - 1) // blocks
     is_touched = blocks <= 2 and (ROWS + most) * length <= TOUCHED
     if is_widened(kind):
@@ -106,7 +107,7 @@ def product(w, first, last, size, x, tokens, out, out_stride, room, kind):
 @jit_numbers
 def _product_of_widened(w, first, last, size, x, tokens, out, out_stride, room, kind):
     """Multiply as `product` does, block by block: the rows stay in a core's second cache."""
-    length, blocks = size * width_of(kind), (tokens + MOST_TOKENS - 1) // MOST_TOKENS
+    length, blocks = size * width_of(kind), (tokens + SIDE_BY_SIDE - 1) // SIDE_BY_SIDE
     start = 0
     for block in range(blocks):
         count = (tokens - start + blocks - block - 1) // (blocks - block)

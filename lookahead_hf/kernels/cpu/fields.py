@@ -65,7 +65,8 @@ NO_ACTIVATION, SILU, GELU_TANH = range(3)
 FIRST, COUNT, ROW_SLOT, BEGIN, END, SEGMENT_FIELDS = range(6)
 
 SIDE_BY_SIDE = 6
-"""Most tokens that a row of a weight is multiplied by at a time."""
+"""Most tokens that a row of a weight is multiplied by at a time: as many sums as stay in registers.
+"""
 
 COUNTER_STRIDE = 8
 """int64 from one counter to the next, so that each has a line of a cache."""

@@ -72,7 +72,6 @@ class Plan:
                 tokens of each row, [rows]; the first slot of each, [rows].
         """
         from lookahead_hf.kernels.cpu._plan_numba import plan_rows
-        from lookahead_hf.kernels.cpu.vectors import MOST_TOKENS as most
 
         num_tokens = len(slots)
         segments = np.empty((num_tokens, fields.SEGMENT_FIELDS), np.int64)
@@ -84,7 +83,7 @@ class Plan:
         first, num_segments, pitch = 0, 0, 0
         for seen, counts, row_slots in parts:
             room = segments[num_segments:], self._starts, tails
-            added, longest = plan_rows(seen, counts, row_slots, first, most, *room)
+            added, longest = plan_rows(seen, counts, row_slots, first, fields.SIDE_BY_SIDE, *room)
             first, num_segments = first + int(counts.sum()), num_segments + added
             pitch = max(pitch, longest)
         self.pitch = (pitch + 15) // 16 * 16

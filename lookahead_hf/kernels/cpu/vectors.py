@@ -20,7 +20,6 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from lookahead_hf.kernels.cpu.fields import SIDE_BY_SIDE
 from lookahead_hf.kernels.cpu.llvm import (
     BFLOAT16,
     F32,
@@ -45,9 +44,6 @@ from lookahead_hf.kernels.cpu.llvm import (
     store_vector,
     vector_of,
 )
-
-MOST_TOKENS = SIDE_BY_SIDE if LANES == 16 else 4
-"""Tokens that are multiplied side by side: as many sums as stay in registers."""
 
 ROWS = 4 if LANES == 16 else 2
 """Rows of a weight that are multiplied side by side."""
