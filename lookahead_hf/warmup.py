@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from contextlib import suppress
 from itertools import product
 from typing import Any
 
@@ -153,8 +154,9 @@ def _compile(limit: _Time, kernels: list[Compilation]) -> None:
     if limit.is_endless or not ngram_pool.of_process.available():  # what has failed is tried again
         limit.show("compiling")
         compile_or_warn()
-        for part in kernels if ngram_pool.of_process.available() else ():
-            part.compile_now()
+        with suppress(Exception):  # calls go on without them, and say so
+            for part in kernels if ngram_pool.of_process.available() else ():
+                part.compile_now()
         return
     for part in (ngram_pool.of_process, *kernels):
         while not part.ready() and part.available() and not limit.is_over:
@@ -175,7 +177,8 @@ def _warm_up(
     limit: _Time,
 ) -> None:
     """Do what `warm_up` does, up to a time limit."""
-    _compile(limit, program.compilations_of(model.dtype) if compiled else [])
+    has_kernels = bool(compiled) and model.device.type == "cpu"
+    _compile(limit, program.compilations_of(model.dtype) if has_kernels else [])
     if limit.is_over:
         return
     limit.show("testing the model")

@@ -12,7 +12,9 @@ from tqdm import tqdm
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig, ngram_pool, warmup
+from lookahead_hf.call import execution
 from lookahead_hf.drafting.memory import memory_of, placement
+from lookahead_hf.ngram_pool import compilation
 from lookahead_hf.runner.cuda import graph_set, graphs
 from tests.helpers.compared import speculated
 from tests.helpers.device import taped
@@ -42,6 +44,21 @@ def test_costs_are_known_afterwards(batch_size: int, compiled: bool, mode: str) 
     assert ngram_pool.of_process.compiled()
     assert model.config._attn_implementation == "sdpa"
     assert model.generate(prompt(), max_new_tokens=8, do_sample=False).tolist() == before.tolist()
+
+
+def test_kernels_that_cannot_be_compiled_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those for float16 on a processor that does not convert such numbers."""
+
+    def fails() -> None:
+        raise RuntimeError("no instructions")
+
+    monkeypatch.setattr(compilation.of_float16, "pending", [fails])
+    monkeypatch.setattr(compilation.of_float16, "failure", None)
+    model = lookahead_hf.enable(tiny("llama").half())
+    lookahead_hf.warm_up(model, context_length=20, max_draft_nodes=1, seconds=None)
+    model.generate(prompt(), max_new_tokens=8, speculative=True)
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.own_code == (execution.NO_COMPILER,)
 
 
 @pytest.mark.parametrize(
