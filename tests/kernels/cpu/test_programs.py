@@ -24,7 +24,7 @@ def run(operations: list[dict[int, int]], dtype: torch.dtype, num_tokens: int) -
     ops = np.zeros((len(operations), fields.OP_FIELDS), np.int64)
     for at, values in enumerate(operations):
         ops[at, list(values)] = list(values.values())
-    Workspace(ops, dtype).run(0, len(ops), num_tokens, 1 << 16)
+    Workspace(ops, dtype).run(0, len(ops), num_tokens, 1 << 18)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: Any = None, **given: int) -> torch.Tensor:
