@@ -67,14 +67,14 @@ def product(w, first, last, size, x, tokens, out, out_stride, room, kind):
     """Multiply the rows `first` to `last` of a weight, [any, size], by tokens, [tokens, size].
 
     The result is [tokens, last - first] float32, with `out_stride` numbers from one token's to the
-    next one's. `room` has room for SIDE_BY_SIDE tokens of float32 numbers.
+    next one's. At `room`, SIDE_BY_SIDE tokens fit as float32 numbers.
     """
-    length, blocks = size * width_of(kind), (tokens + SIDE_BY_SIDE - 1) // SIDE_BY_SIDE
-    most = (tokens + blocks - 1) // blocks
-    is_touched = blocks <= 2 and (ROWS + most) * length <= TOUCHED
     if is_widened(kind):
         _product_of_widened(w, first, last, size, x, tokens, out, out_stride, room, kind)
         return
+    length, blocks = size * width_of(kind), (tokens + SIDE_BY_SIDE - 1) // SIDE_BY_SIDE
+    most = (tokens + blocks - 1) // blocks
+    is_touched = blocks <= 2 and (ROWS + most) * length <= TOUCHED
     lines = 4 if blocks == 1 else (2 if blocks <= 3 else 1)
     in_line = max(1, lines * in_vector(kind) * width_of(kind) // LINE)
     part = size // in_vector(kind) * in_line * LINE  # what a block asks for
