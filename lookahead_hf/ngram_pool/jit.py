@@ -39,8 +39,13 @@ def jit(function: Callable[..., Any]) -> Any:
 
 
 def jit_numbers(function: Callable[..., Any]) -> Any:
-    """Compile a function whose divisions by zero give infinity, as in vectors."""
-    return _kept(njit(nogil=True, error_model="numpy")(function), function)
+    """Compile a function whose divisions by zero give infinity, as in vectors.
+
+    It may be made of functions in other files of its folder: code on disk that is older than one of
+    these does not count.
+    """
+    compiled = njit(nogil=True, error_model="numpy")(function)
+    return _kept(compiled, function, _folder_of(function))
 
 
 def entry_point(signature: Any) -> Callable[[Callable[..., Any]], EntryPoint]:

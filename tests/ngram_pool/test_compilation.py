@@ -196,6 +196,16 @@ def test_damaged_files_are_written_anew(folder: Path, kind: str) -> None:
     assert again.double(3) == 8 and num_found(again) == 1
 
 
+def test_a_kernel_is_compiled_again_if_a_file_beside_its_own_has_changed(folder: Path) -> None:
+    (folder / "toy.py").write_text(TOY.replace("import jit", "import jit_numbers as jit"))
+    beside = folder / "beside.py"
+    for found, source in enumerate(("one = 1", "one = 1", "one = 22")):
+        if not beside.exists() or beside.read_text() != source:
+            beside.write_text(source)
+        module = toy(folder)
+        assert module.double(3) == 8 and num_found(module) == found % 2
+
+
 @pytest.mark.parametrize("other", ["is forbidden", "fails", "compiles"])
 def test_another_process_compiles_what_is_not_saved(
     folder: Path, monkeypatch: pytest.MonkeyPatch, other: str
