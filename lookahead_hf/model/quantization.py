@@ -64,7 +64,7 @@ def _by_config(config: Mapping[str, Any]) -> str | None:
 
 def _by_modules(model: nn.Module, facts: ModelFacts) -> str | None:
     """Detect models that were quantised after loading, by the types of their parts."""
-    for name in facts.module_kinds:
+    for name in sorted(facts.module_kinds):
         if name.startswith("torch.ao.nn.quantized"):
             return name
     for module in model.modules() if facts.has_odd_weights else ():
