@@ -2,6 +2,7 @@
 # make test       build .venv, lint, type check, run the tests (downloads the same model once)
 # make test-all   the same with the slow tests
 # make test-oldest  the core tests with the oldest supported transformers, in a separate venv
+# make test-newest  the core tests with what pip installs today, without constraints.txt
 # make test-ecosystem  the libraries that call `generate`, in a separate venv (some gigabytes)
 # make docs       the documentation as a site in build/site
 # make bench      the end-to-end benchmark (ARGS="--families code_edit --rounds 1")
@@ -31,7 +32,7 @@ NOT_ON_OLDEST := --ignore tests/compat/test_private_names.py --ignore tests/cach
 PYTEST := -m pytest -q -n $(WORKERS) --dist worksteal
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
 
-.PHONY: demo test test-all test-oldest test-ecosystem lint docs bench clean
+.PHONY: FORCE demo test test-all test-oldest test-newest test-ecosystem lint docs bench clean
 
 demo: .venv/.demo
 	.venv/bin/lookahead-hf demo $(ARGS)
@@ -44,6 +45,10 @@ test-all: lint
 
 test-oldest: .venv-oldest/.tests
 	.venv-oldest/bin/python $(PYTEST) -m "not gpu and not slow" $(CORE_TESTS) $(NOT_ON_OLDEST) $(ARGS)
+
+test-newest: .venv-newest/.tests
+	.venv-newest/bin/python -m lookahead_hf env
+	.venv-newest/bin/python $(PYTEST) -m "not gpu and not slow" $(CORE_TESTS) $(ARGS)
 
 test-ecosystem: .venv-ecosystem/.tests
 	.venv-ecosystem/bin/python -m pytest -q tests/ecosystem $(ARGS)
@@ -62,7 +67,7 @@ bench: .venv/.tests
 	.venv/bin/python benchmarks/end_to_end.py $(ARGS)
 
 clean:
-	rm -rf .venv .venv-oldest .venv-ecosystem build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest .venv-newest .venv-ecosystem build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # A stamp is newer than the files that it depends on, so a second `make` installs nothing.
 .venv/bin/python:
@@ -85,6 +90,14 @@ clean:
 	$(PYTHON) -m venv .venv-oldest
 	sed 's/^transformers==.*/transformers==$(OLDEST_TRANSFORMERS)/' constraints.txt > .venv-oldest/constraints.txt
 	.venv-oldest/bin/python $(subst -c constraints.txt,-c .venv-oldest/constraints.txt,$(PIP_INSTALL)) -e ".[demo,dev]"
+	@touch $@
+
+# Without the upper end of pyproject.toml, which a new version of transformers would not pass, and
+# anew every time: the versions are those of the day.
+.venv-newest/.tests: FORCE
+	$(PYTHON) -m venv --clear .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -e ".[demo,dev]"
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --upgrade transformers
 	@touch $@
 
 .venv-ecosystem/.tests: pyproject.toml constraints.txt

@@ -11,6 +11,7 @@ from replay import Recorded, joined
 from transformers import DynamicCache
 
 from lookahead_hf.cli.analysis.replay import Seen, Text
+from lookahead_hf.compat import GENERATE_CACHE
 from lookahead_hf.draft import ROOT, DraftTree
 
 
@@ -24,7 +25,7 @@ class OnModel(Recorded):
     @torch.no_grad()
     def begin(self, text: Text) -> None:
         tokens = torch.from_numpy(text.tokens)[None].to(self._model.device)
-        self._cache = self._model.get_decoder()(tokens, use_cache=True).past_key_values
+        self._cache = self._model.get_decoder()(tokens, use_cache=True)[GENERATE_CACHE]
 
     def seen(self, text: Text, length: int, draft: DraftTree, path: list[int]) -> Seen:
         on_path = super().seen(text, length, draft, path)
@@ -48,7 +49,7 @@ class OnModel(Recorded):
             torch.from_numpy(draft.token_ids)[None].to(device),
             position_ids=torch.from_numpy(length - 1 + draft.depth)[None].long().to(device),
             attention_mask=_mask(draft.parents, length).to(device),
-            past_key_values=cache,
+            **{GENERATE_CACHE: cache},
         ).logits[0]
         return best_tokens(logits)
 

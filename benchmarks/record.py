@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from lookahead_hf.cli.analysis.replay import Text
+from lookahead_hf.compat import GENERATE_CACHE
 
 TOP = 64
 """Likeliest next tokens recorded per position, as many as any drafter uses."""
@@ -113,12 +114,12 @@ def generate(
     """
     end_ids = common.end_tokens(model)
     states = model.get_decoder()(prompt, use_cache=True)
-    cache, head = states.past_key_values, model.get_output_embeddings()
+    cache, head = states[GENERATE_CACHE], model.get_output_embeddings()
     best = [best_tokens(head(part)) for part in states.last_hidden_state[0].split(CHUNK)]
     output = [int(best[-1][0][-1, 0])]
     while len(output) < new_tokens and output[-1] not in end_ids:
         last = torch.tensor([[output[-1]]], device=prompt.device)
-        best.append(best_tokens(model(last, past_key_values=cache, use_cache=True).logits[0]))
+        best.append(best_tokens(model(last, **{GENERATE_CACHE: cache}, use_cache=True).logits[0]))
         output.append(int(best[-1][0][-1, 0]))
     ids, probs = (np.concatenate(parts) for parts in zip(*best, strict=True))
     return np.array(output), ids, probs

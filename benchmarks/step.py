@@ -39,6 +39,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from lookahead_hf import kernels
 from lookahead_hf.call import execution
+from lookahead_hf.compat import GENERATE_CACHE
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.model.facts import facts_of
 from lookahead_hf.model_state import state_of
@@ -138,11 +139,11 @@ class Bench:
     def eager(self, nodes: int) -> float:
         """Transformers with its growing cache."""
         cache = DynamicCache(config=self.model.config)
-        self.model(self.prompt, past_key_values=cache, logits_to_keep=1)
+        self.model(self.prompt, **{GENERATE_CACHE: cache}, logits_to_keep=1)
         block = self.prompt[:, : 1 + nodes]
 
         def step(_: int) -> None:
-            self.model(block, past_key_values=cache).logits.argmax(-1).tolist()
+            self.model(block, **{GENERATE_CACHE: cache}).logits.argmax(-1).tolist()
             if nodes:
                 cache.crop(-nodes)
 
@@ -152,13 +153,14 @@ class Bench:
         """Transformers' compiled decoding step."""
         slots = self.context + self.rounds + 3
         cache = StaticCache(config=self.model.config, max_cache_len=slots)
-        self.model(self.prompt, past_key_values=cache, logits_to_keep=1)
+        self.model(self.prompt, **{GENERATE_CACHE: cache}, logits_to_keep=1)
         compiled = torch.compile(self.model.forward, mode="reduce-overhead", fullgraph=True)
         token = self.prompt[:, :1].clone()
 
         def step(index: int) -> None:
             positions = torch.full_like(token, self.context + index)
-            compiled(token, past_key_values=cache, position_ids=positions).logits.argmax().tolist()
+            outputs = compiled(token, **{GENERATE_CACHE: cache}, position_ids=positions)
+            outputs.logits.argmax().tolist()
 
         return fastest(step, self.rounds)
 

@@ -21,8 +21,8 @@ for turn in TURNS:
     known = cache.get_seq_length()
     call = {"inputs": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 64}
     call["do_sample"] = False
-    plain, plain_seconds = timed(model.generate, **call, past_key_values=plain_cache)
-    fast, seconds = timed(model.generate, **call, past_key_values=cache, speculative=True)
+    plain, plain_seconds = timed(model.generate, **call, cache=plain_cache)
+    fast, seconds = timed(model.generate, **call, cache=cache, speculative=True)
 
     print(tokenizer.decode(fast[0, ids.shape[1] :], skip_special_tokens=True))
     print("identical:", plain.equal(fast))

@@ -91,7 +91,17 @@ def __getattr__(name: str) -> Any:
         known = importlib.import_module(__name__)  # of which Python suggests a name
         message = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(message, name=name, obj=known)
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME.get(name, 'hook')}"), name)
+    try:
+        home = importlib.import_module(f"{__name__}.{_HOME.get(name, 'hook')}")
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "transformers" or not error.path:
+            raise  # it is missing as a whole, or something else is
+        from lookahead_hf.fallback import FallbackReason
+
+        reason = FallbackReason.VERSION
+        message = f"{reason.text} ({error}). To use it, {reason.fix}"
+        raise ImportError(message, name=error.name, path=error.path) from error
+    value = getattr(home, name)
     globals()[name] = value
     return value
 

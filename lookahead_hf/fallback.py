@@ -9,6 +9,9 @@ from typing import Any
 from lookahead_hf.model_state import state_of
 from lookahead_hf.utils.warn import warn_caller
 
+TRANSFORMERS = ">=5.17,<5.25"
+"""The versions of transformers that the tests run with, from the oldest to the newest."""
+
 
 class FallbackReason(str, Enum):
     """Every reason for which a call is not speculated.
@@ -60,6 +63,11 @@ class FallbackReason(str, Enum):
         "model",
         "this architecture is not supported",
         "load another model: no argument of the call helps",
+    )
+    VERSION = (
+        "version",
+        "the installed transformers works in a way that this version of lookahead-hf does not know",
+        f"install a version that was tested: pip install 'transformers{TRANSFORMERS}'",
     )
     OWN_GENERATE = (
         "own_generate",

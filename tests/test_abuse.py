@@ -23,6 +23,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import lookahead_hf
+from tests.helpers.caches import CACHE
 from tests.helpers.compared import speculated
 from tests.helpers.compiled import in_threads
 from tests.helpers.device import on_device
@@ -134,7 +135,7 @@ def broken_off(
     """Let something raise in a call on a cache of the caller's, the `at`-th time that it can."""
     error = ERRORS[where]()
     cache = StaticCache(model.config, 64) if is_static else DynamicCache(config=model.config)
-    call = {"past_key_values": cache, **call}
+    call = {CACHE: cache, **call}
     streamer = Streamer()
     torch.manual_seed(3)
     with planted(model, where, Bomb(error, at)) as given, pytest.raises(type(error)) as raised:
@@ -164,7 +165,7 @@ def assert_goes_on(model: Any, left: Left, call: dict[str, Any]) -> None:
     mask[:, : ids.shape[1]] = call.get("attention_mask", 1)
     rest = {**call, "input_ids": question, "attention_mask": mask}
     texts = []
-    for cache in ({}, {"past_key_values": left.cache}):
+    for cache in ({}, {CACHE: left.cache}):
         torch.manual_seed(4)
         texts.append(model.generate(**rest, **cache).tolist())
     assert texts[1] == texts[0]
@@ -245,9 +246,9 @@ def test_a_decoder_beside_an_encoder(rows: int, where: str) -> None:
     for at in (4, 5):
         caches = [EncoderDecoderCache(DynamicCache(), DynamicCache()) for _ in range(2)]
         with lookahead_hf.enabled(model):
-            given = {**call, "past_key_values": caches[0], "speculative": config}
+            given = {**call, CACHE: caches[0], "speculative": config}
             ours = broken_off(model, given, where, at)
-        plain = broken_off(model, {**call, "past_key_values": caches[1]}, where, at)
+        plain = broken_off(model, {**call, CACHE: caches[1]}, where, at)
         read = [cache.cross_attention_cache for cache in caches]
         for mine, theirs in zip(read[0].layers, read[1].layers, strict=True):
             assert torch.allclose(mine.keys, theirs.keys, rtol=0, atol=1e-9)

@@ -17,6 +17,7 @@ from lookahead_hf import SpeculativeConfig
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.rows import Rows
 from lookahead_hf.support.checks import ENCODER_DECODERS
+from tests.helpers.caches import CACHE
 from tests.helpers.compared import compared, left_to_plain, speculated
 from tests.helpers.encoder_decoder import GREEDY, SAMPLED, call, texts
 from tests.helpers.models import prompt, tiny, unsure
@@ -85,7 +86,7 @@ def test_states_and_attentions_of_every_token(name: str, attn: str, rows: int) -
     assert both.ours.keys() == both.plain.keys()
     for field in (*SEEN, *OF_ENCODER, "scores", "logits"):
         assert_close(both.ours[field], both.plain[field])
-    caches = [each.past_key_values.self_attention_cache for each in (both.ours, both.plain)]
+    caches = [each[CACHE].self_attention_cache for each in (both.ours, both.plain)]
     assert_close(*([(layer.keys, layer.values) for layer in cache.layers] for cache in caches))
     assert len(both.ours.cross_attentions) == both.ours.sequences.shape[1] - 1
 
@@ -96,7 +97,7 @@ def test_a_cache_of_the_callers_comes_back_filled() -> None:
 
     def with_cache() -> dict[str, Any]:
         caches.append(EncoderDecoderCache(DynamicCache(), DynamicCache()))
-        return call(1, **GREEDY, past_key_values=caches[-1])
+        return call(1, **GREEDY, **{CACHE: caches[-1]})
 
     compared(model, with_cache, 1)
     plain, ours = caches

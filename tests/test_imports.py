@@ -20,7 +20,8 @@ ROOMS = (
     {"structured", "utils"},
     {"config", "draft", "model_state", "rows", "trace"},
     {"ngram_pool"},
-    {"compat", "fallback", "kernels", "stats"},
+    {"fallback", "kernels", "stats"},
+    {"compat"},
     {"cache", "call", "distributed", "logits"},
     {"model"},
     {"patches"},
@@ -141,11 +142,11 @@ LAYERS = {
 NARROW = {
     "stats": {"draft", "model_state", "trace", "utils"},
     "fallback": {"model_state", "utils"},
-    "compat": {"model_state"},
+    "compat": {"fallback", "model_state"},
     "call": {"compat"},
     "ngram_pool": {"utils"},
     "kernels": {"ngram_pool"},  # how numba compiles
-    "": set(),
+    "": {"fallback"},  # says why an import failed
 }
 """Rooms that see fewer rooms than those below them."""
 

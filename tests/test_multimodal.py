@@ -11,6 +11,7 @@ from transformers import DynamicCache
 import lookahead_hf
 from lookahead_hf.fallback import FallbackReason
 from tests.helpers import multimodal
+from tests.helpers.caches import CACHE
 from tests.helpers.compared import assert_same_logits, compared, reason_of, speculated
 from tests.helpers.scripted import RandomTrees, scripted
 
@@ -91,7 +92,7 @@ def turns(model: Any, plain: list[Any] | None = None) -> list[Any]:
         if plain is not None:
             truth = plain[turn].sequences[0, -NEW:].tolist()
             settings["speculative"] = scripted([truth], RandomTrees())
-        outputs.append(model.generate(**new, **settings, past_key_values=cache))
+        outputs.append(model.generate(**new, **settings, **{CACHE: cache}))
         if plain is not None:
             speculated(model)
         text = {name: torch.nn.functional.pad(new[name], (0, NEW)) for name in kinds}
@@ -123,7 +124,7 @@ def test_a_picture_without_its_mask_is_read_plainly(is_later: bool) -> None:
         call = multimodal.call(model)
         if is_later:
             earlier = model.generate(**call, **settings, speculative=False)
-            call = {"past_key_values": earlier.past_key_values}
+            call = {CACHE: earlier[CACHE]}
             call["input_ids"] = torch.cat([earlier.sequences, earlier.sequences[:, 1:4]], 1)
         else:
             del call["cross_attention_mask"]

@@ -15,7 +15,7 @@ from transformers import EncoderDecoderCache
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
-from tests.helpers.caches import assert_same_cache
+from tests.helpers.caches import CACHE, assert_same_cache
 from tests.helpers.compared import served
 from tests.helpers.fakes import Recorder
 from tests.helpers.models import prompt
@@ -153,7 +153,7 @@ class Ran:
 def run(model: Any, arguments: dict[str, Any], seed: int, cache: Any, **ours: Any) -> Ran:
     streamer, output, error = Recorder(), None, None
     if cache is not None:
-        arguments["past_key_values"] = cache
+        arguments[CACHE] = cache
     torch.manual_seed(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # what transformers says of some settings
@@ -162,7 +162,7 @@ def run(model: Any, arguments: dict[str, Any], seed: int, cache: Any, **ours: An
         except (RuntimeError, ValueError, TypeError, IndexError) as raised:
             error = f"{type(raised).__name__}: {raised}"
     if cache is None and output is not None and not isinstance(output, torch.Tensor):
-        cache = output.past_key_values
+        cache = output[CACHE]
     return Ran(output, error, streamer.events, torch.get_rng_state(), cache)
 
 

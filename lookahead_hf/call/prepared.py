@@ -86,9 +86,7 @@ class PreparedCall:
     def returns_cache(self) -> bool:
         """Whether the caller sees the cache afterwards."""
         returned = bool(self.generation_config.return_dict_in_generate)
-        return returned or compat.is_users_cache(
-            self.model_kwargs.get(compat.decoder_names(self.model).cache)
-        )
+        return returned or compat.is_users_cache(compat.given_cache(self.model_kwargs))
 
     @property
     def encoder_inputs(self) -> EncoderInputs | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from lookahead_hf import compat
 from lookahead_hf.cli.comparison import Stage, run_plain, run_speculative, user
 from lookahead_hf.cli.generate import as_data, open_stage
 from lookahead_hf.cli.measuring import Call
@@ -49,7 +50,7 @@ class Conversation:
         inputs = stage.encode(self._messages)
         prompt = inputs["input_ids"][0].tolist()
         known = self._keep_prefix(prompt)
-        inputs["past_key_values"] = self._cache
+        inputs[compat.GENERATE_CACHE] = self._cache
         if self._is_plain:
             call = run_plain(stage, inputs)
         else:

@@ -11,7 +11,7 @@ from typing import Any
 
 from lookahead_hf.cli.parsing import Arguments, command
 from lookahead_hf.cli.real_model import demo_model_folder
-from lookahead_hf.cli.screen import Screen
+from lookahead_hf.cli.screen import CommandError, Screen
 
 _PACKAGES = ("lookahead-hf", "torch", "transformers", "triton", "numba", "numpy", "accelerate",
              "peft", "safetensors", "gguf")  # fmt: skip
@@ -35,6 +35,8 @@ def COMMAND(arguments: Arguments, screen: Screen) -> None:
         screen.line(title, "bold")
         for name, value in entries.items():
             screen.line(f"  {name}: {value}")
+    if found["versions"]["tested"] != YES:
+        raise CommandError(found["versions"]["tested"])
 
 
 def collect() -> dict[str, dict[str, Any]]:
@@ -49,8 +51,24 @@ def collect() -> dict[str, dict[str, Any]]:
         },
         "caches": _caches(),
         "devices": _devices(),
-        "versions": versions(),  # last, where a terminal shows them
+        "versions": {**versions(), "tested": _tested()},  # last, where a terminal shows them
     }
+
+
+YES = "yes"
+
+
+def _tested() -> str:
+    """Return whether speculation works with the installed transformers, or what to do if not."""
+    from lookahead_hf.fallback import FallbackReason, Unserved
+
+    try:
+        from lookahead_hf.support.checks import stock_refusal
+
+        found = stock_refusal()
+    except ImportError as error:
+        found = str(error)
+    return f"No call is speculated: {Unserved(FallbackReason.VERSION, found)}" if found else YES
 
 
 def versions() -> dict[str, str]:

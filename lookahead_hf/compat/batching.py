@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import torch
 from transformers.generation.continuous_batching.continuous_api import (
     BackgroundThreadStatus,
     ContinuousBatchingManager,
@@ -59,8 +60,9 @@ class QueueManager(ContinuousBatchingManager):
         """End the run and fail its requests."""
         self._handle_critical_error(error, None)
 
-    def _run_generation_loop(self) -> None:
-        self.decode()
+    def _run_generation_loop(self, use_inference_mode: bool = False) -> None:
+        with torch.inference_mode(use_inference_mode):
+            self.decode()
 
     def _fail_all_remaining_requests(self, error: Exception, batch_processor: Any) -> None:
         self.fail_waiting(error)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
+from transformers import GenerationMixin
 from transformers.generation import utils as generation_utils
 from transformers.utils import output_capturing
 
+from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.model_state import state_of
 
 
@@ -26,30 +29,73 @@ class DecoderNames:
     columns: str | None = None  # replaces `positions` for such a decoder, if it takes them
     skips_pads: bool = False  # whether `columns` leaves out the prompt's pads
     cache: str = "past_key_values"
+    has_states_alone: bool = False  # whether its cache holds recurrent states, and no K and V
+
+    @property
+    def prepared_cache(self) -> str:
+        """Name of the cache among the arguments that `generate` prepares."""
+        return GENERATE_CACHE if GENERATE_CACHE == "cache" else self.cache
+
+    @property
+    def set_anew(self) -> frozenset[str]:
+        """Arguments of the forward that every step sets anew."""
+        names = {self.ids, self.mask, self.cache, "use_cache", "logits_to_keep"}
+        return frozenset(names | ({self.positions} if self.positions else set()))
 
     @property
     def prepared(self) -> frozenset[str]:
         """Arguments that `generate` prepares and that every step sets anew."""
-        names = {self.ids, self.mask, self.cache, "use_cache", "logits_to_keep"}
-        return frozenset(names | ({self.positions} if self.positions else set()))
+        return self.set_anew - {self.cache} | {self.prepared_cache}
 
 
 def decoder_names(model: Any) -> DecoderNames:
     """Return the names of the decoder's inputs in the model's forward."""
+    arguments = forward_arguments(model)
+    cache = next((name for name in CACHE_NAMES if name in arguments), GENERATE_CACHE)
     if model.config.is_encoder_decoder:
-        told = "decoder_position_ids" in forward_arguments(model)
+        told = "decoder_position_ids" in arguments
         columns = "decoder_position_ids" if told else None
         skips_pads = model.config.model_type == "whisper"
         names = "decoder_input_ids", "decoder_attention_mask"
-        return DecoderNames(*names, None, columns, skips_pads)
-    arguments = forward_arguments(model)
-    if "cache_params" in arguments:  # no position and no K and V, but states alone
-        return DecoderNames("input_ids", "attention_mask", None, cache="cache_params")
+        return DecoderNames(*names, None, columns, skips_pads, cache)
     names = "input_ids", "attention_mask"
     if "position_ids" in arguments:
-        return DecoderNames(*names, "position_ids")
+        return DecoderNames(*names, "position_ids", cache=cache)
+    kinds = set(getattr(text_config(model), "layer_types", None) or ())
+    if cache == "cache_params" or kinds == {"linear_attention"}:
+        return DecoderNames(*names, None, cache=cache, has_states_alone=True)
     told = "position_ids" in forward_arguments(model.get_decoder())  # through the model's kwargs
-    return DecoderNames(*names, None, "position_ids" if told else None)
+    return DecoderNames(*names, None, "position_ids" if told else None, cache=cache)
+
+
+_PREPARED = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+
+GENERATE_CACHE = "cache" if "cache" in _PREPARED else "past_key_values"
+"""Name of the cache among the arguments of `generate` and the fields of its output. It was renamed
+in transformers 5.24."""
+
+CACHE_NAMES = tuple(dict.fromkeys((GENERATE_CACHE, "past_key_values", "cache_params")))
+"""Names of the cache among a forward's arguments and outputs. Code outside of transformers keeps
+the older ones; the last one is that of models that keep recurrent states alone."""
+
+
+def given_cache(arguments: Mapping[str, Any]) -> Any:
+    """Return the cache among arguments of `generate` or of a layer, None without one."""
+    return next((arguments[name] for name in CACHE_NAMES if name in arguments), None)
+
+
+def returned_cache(outputs: Any) -> Any:
+    """Return the cache that a forward or `generate` returned.
+
+    Raises:
+        Unserved: There is none under a name that this version of the package knows.
+    """
+    for name in CACHE_NAMES:
+        if name in outputs.keys():  # noqa: SIM118  # `in outputs` also takes names that it renames
+            return outputs[name]
+    detail = f"{type(outputs).__name__} has no field {' or '.join(CACHE_NAMES)}"
+    is_stock = type(outputs).__module__.startswith("transformers.")
+    raise Unserved(FallbackReason.VERSION if is_stock else FallbackReason.MODEL, detail)
 
 
 def forward_arguments(model: nn.Module) -> frozenset[str]:
@@ -89,6 +135,21 @@ def is_recording() -> bool:
 def is_offloaded(module: nn.Module) -> bool:
     """Return whether accelerate moves a module's tensors before and after its forward."""
     return "_hf_hook" in vars(module)
+
+
+VERSION = transformers.__version__
+
+
+def tiny_llama() -> Any:
+    """Return a random Llama with one layer; the random generators of the process stay as they are.
+
+    It stands for all models of this version of transformers.
+    """
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "vocab_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    config = transformers.LlamaConfig(**sizes, **heads, max_position_embeddings=64)
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        return transformers.LlamaForCausalLM(config).float().eval()
 
 
 def is_stock(model: Any) -> bool:

@@ -19,7 +19,14 @@ MOST_GATHERED = 8
 
 def plain_generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the `generate` of the model's class, past any hook."""
-    return inspect.unwrap(type(model).generate)(model, *args, **kwargs)
+    generate = inspect.unwrap(type(model).generate, stop=_is_from_transformers)
+    return generate(model, *args, **kwargs)
+
+
+def _is_from_transformers(function: Any) -> bool:
+    """Return whether a function, with the wrappers that transformers gives it, is its own."""
+    own = getattr(function, "__globals__", {})
+    return str(own.get("__name__")).partition(".")[0] in ("torch", "transformers")
 
 
 def prefill(

@@ -18,7 +18,7 @@ ROPE_NOTE = "rope_deltas"
 def counts_positions(model: Any) -> bool:
     """Return whether the decoder counts positions from the length of its cache."""
     names = decoder_names(model)
-    return names.positions is None and names.cache == "past_key_values"
+    return names.positions is None and not names.has_states_alone
 
 
 def positions_by_mask(mask: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ def decode(call: PreparedCall) -> Any:
         Unserved: This call cannot be speculated; nothing was emitted.
         ValueError: An option, a pool or a prediction is wrong.
     """
-    cache: Any = call.model_kwargs.get(compat.decoder_names(call.model).cache)
+    cache: Any = compat.given_cache(call.model_kwargs)
     # Where all layers keep a state, a cache does not say how long it is.
     may_restart = type(cache) is compat.DynamicCache and not facts_of(call.model).mixers
     may_restart = may_restart and not cache.get_seq_length()
@@ -34,8 +34,13 @@ def decode(call: PreparedCall) -> Any:
         # While the cache is taken over, it holds up to twice what plain's does.
         if not may_restart or session.rows.num_emitted.any() or not session.processes.is_alone:
             raise
+        unserved = Unserved(FallbackReason.MEMORY)
+    except Unserved as found:  # of the prompt, which the cache now holds
+        if not may_restart:
+            raise RuntimeError(str(found)) from found
+        unserved = found
     cache.layers = compat.empty_cache(call.model).layers
-    raise Unserved(FallbackReason.MEMORY)
+    raise unserved
 
 
 def run(session: Session) -> Any:

@@ -178,7 +178,7 @@ class BatchSession(Session):
         has_encoder = call.model.config.is_encoder_decoder
         kind = GenerateEncoderDecoderOutput if has_encoder else GenerateDecoderOnlyOutput
         fields = self.outputs.fields(columns)
-        output = kind(sequences=sequences, past_key_values=cache, **fields)
+        output = kind(sequences=sequences, **{compat.GENERATE_CACHE: cache}, **fields)
         output.speculative_stats = record
         return output
 

@@ -139,7 +139,7 @@ def _request(model: Any, arguments: GenerateArguments, config: SpeculativeConfig
     """
     given, prediction = arguments.given, arguments.prediction()
     fallback.check_settings(arguments.setting)
-    checks.admit(model, Purpose.CALL, given.get("past_key_values"))
+    checks.admit(model, Purpose.CALL, compat.given_cache(given))
     arguments.check_original()
     request = Request(
         config=config,

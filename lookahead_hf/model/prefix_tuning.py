@@ -52,7 +52,7 @@ def check(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> N
     virtual, names = of_model(model), compat.decoder_names(model)
     if not virtual.count:
         return
-    cache: Any = model_kwargs["past_key_values"]
+    cache: Any = compat.given_cache(model_kwargs)
     positions = model_kwargs.get(names.positions or "")
     combined = {
         "chunks": "chunked_attention" in compat.mask_kinds(model),

@@ -158,7 +158,7 @@ class BlockLayout:
             self._names.ids: torch.from_numpy(tokens)[None],
             self._names.mask: stand_ins if self._mask_dict else next(iter(stand_ins.values())),
             self._names.positions: torch.from_numpy(self._positions(row, columns))[None],
-            "past_key_values": self._cache.for_model,
+            self._names.cache: self._cache.for_model,
             "use_cache": True,
         }
         read, kept = np.flatnonzero(place >= num_fed[row] - 1), None

@@ -45,7 +45,7 @@ def prefill(
     passed = passthrough_kwargs.passed_on(model_kwargs, names)
     position_ids = position_limits.of_prompt(model, input_ids, model_kwargs)
     assert position_ids is not None
-    given = model_kwargs.get("past_key_values")
+    given = compat.given_cache(model_kwargs)
     facts = position_ids, model, generation_config, model_kwargs
     seen = np.ones(input_ids.shape, bool) if attended is None else attended
     if runner.is_flat and (runner.reads_prompts or not seen.all()) and _may_be_fed(seen, *facts):
@@ -58,7 +58,7 @@ def prefill(
     before = 0 if given is None else int(given.get_seq_length())
     outputs = compat.prefill(model, input_ids, generation_config, model_kwargs)
     before_steps()
-    cache = outputs[names.cache]
+    cache = compat.returned_cache(outputs)
     returned = compat.is_users_cache(cache) or bool(generation_config.return_dict_in_generate)
     _take_over(runner, cache, attended, position_ids, passed, returned)
     runner.num_fed += runner.num_rows * (runner.cache.num_columns - before)
@@ -93,7 +93,7 @@ def start(
         given[names.mask] = mask
         attended = mask.to("cpu").numpy().astype(bool)
     outputs = runner.model(**given, use_cache=True, return_dict=True)
-    _take_over(runner, outputs[names.cache], attended, position_ids, {})
+    _take_over(runner, compat.returned_cache(outputs), attended, position_ids, {})
 
 
 def _read(runner: Runner, ids: np.ndarray, attended: np.ndarray) -> StepOutputs:
@@ -127,7 +127,7 @@ def _take_over(
 ) -> None:
     """Let a runner go on behind a prompt, in a cache of transformers that it takes over."""
     model, num_rows = runner.model, runner.num_rows
-    by_columns = is_fed or compat.decoder_names(model).cache == "cache_params"
+    by_columns = is_fed or compat.decoder_names(model).has_states_alone
     cache = AdoptedCache(
         *(given, attended, num_rows, compat.layer_masks(model), runner.trims),
         returned=returned,
@@ -168,7 +168,7 @@ def _may_be_fed(
     The block fills a cache of our own, which holds nothing for pads, so the caller must not see the
     cache. No window may be shorter than the prompt: it would move while the prompt is read.
     """
-    cache: Any = model_kwargs.get("past_key_values")
+    cache: Any = compat.given_cache(model_kwargs)
     if not attended.size or not attended[:, -1].all():
         return False  # plain generation goes on from a pad at the end of a row
     newest = int(position_ids.max())

@@ -24,6 +24,7 @@ from transformers import GenerationMixin
 import lookahead_hf
 from lookahead_hf.call.prepared import Request
 from lookahead_hf.config import SpeculativeConfig
+from lookahead_hf.fallback import TRANSFORMERS
 from lookahead_hf.generation.assembly import build_drafters
 from lookahead_hf.serving.fields import ServedRequest, allowed, current
 from lookahead_hf.serving.metrics import Metrics
@@ -33,7 +34,6 @@ from lookahead_hf.serving.schemas import obey, obeying_manager
 
 SEAMS = (
     "server.build_server",
-    "model_manager.ModelManager.get_gen_models",
     "model_manager.ModelManager.load_model_and_processor",
     "utils.GenerationState.get_manager",
     "utils.GenerateManager.submit",
@@ -83,7 +83,8 @@ def speculating(
 
         manager = given["model_manager"]
         _enable_models(manager, enable)
-        manager.get_gen_models = listing(manager)
+        if hasattr(manager, "get_gen_models"):  # before transformers 5.24
+            manager.get_gen_models = listing(manager)
         _pass_requests_on(given["generation_state"])
         app.add_middleware(SpeculativeFields, config=config, models=manager)
         _add_route(app, metrics)
@@ -110,7 +111,7 @@ def _known_server() -> Any:
     except (ImportError, AttributeError, TypeError) as error:
         raise UnknownServerError(
             f"the server of transformers {transformers.__version__} is not known ({error}): "
-            "install transformers 5.17 to 5.23, or a later lookahead-hf"
+            f"pip install 'transformers{TRANSFORMERS}', or a later lookahead-hf"
         ) from error
     return server
 

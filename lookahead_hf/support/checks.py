@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from enum import Enum
 from typing import Any
 
@@ -55,10 +56,15 @@ def admit(model: Any, purpose: Purpose, cache: Any = None) -> None:
         purpose: What it is to do.
         cache: The caller's cache, if there is one.
     """
-    _check_setup(model)
-    if purpose is Purpose.CALL and compat.has_own_generate(model):
-        return  # which decides what is decoded
-    _check_kind(model)
+    try:
+        _check_setup(model)
+        if purpose is Purpose.CALL and compat.has_own_generate(model):
+            return  # which decides what is decoded
+        _check_kind(model)
+    except Unserved:
+        if found := stock_refusal():
+            raise Unserved(FallbackReason.VERSION, found) from None
+        raise
     if cache is not None:
         _check_cache(model, cache)
     if purpose is Purpose.ASSISTANT:
@@ -69,11 +75,30 @@ def admit(model: Any, purpose: Purpose, cache: Any = None) -> None:
         _check_blocks(model)
 
 
+@functools.cache
+def stock_refusal() -> str:
+    """Return why even a Llama of transformers is refused or decoded wrongly here, "" if it is not.
+
+    If it is, the cause is the installed version of transformers, not the model of a call. The first
+    refusal of a process asks this, with the self test of a tiny model.
+    """
+    try:
+        model = compat.tiny_llama()
+        _check_setup(model)
+        _check_kind(model)
+        found = self_test.fault(model, is_flat=False)
+    except Unserved as unserved:
+        found = unserved.detail or unserved.reason.text
+    except Exception as error:  # whatever this version does otherwise
+        found = f"{type(error).__name__}: {error}"
+    return found and f"transformers {compat.VERSION}: {found}"
+
+
 def admit_call(call: PreparedCall) -> None:
     """Raise Unserved if a prepared call on a model that was admitted cannot be served."""
     model, config = call.model, call.generation_config
     shows_attention = config.return_dict_in_generate and config.output_attentions
-    cache = call.model_kwargs.get(compat.decoder_names(model).cache)
+    cache = compat.given_cache(call.model_kwargs)
     _check_cache(model, cache, bool(shows_attention))
     _check_arguments(model, call.model_kwargs)
     prefix_tuning.check(model, config, call.model_kwargs)
@@ -129,7 +154,7 @@ def _check_kind(model: Any) -> None:
     if getattr(config, "use_prompt", False):  # MVP's keys, which our masks do not cover
         raise Unserved(FallbackReason.MODEL, "prompts that its attention adds")
     names = compat.decoder_names(model)
-    missing = names.prepared - {"use_cache", "logits_to_keep"} - compat.forward_arguments(model)
+    missing = names.set_anew - {"use_cache", "logits_to_keep"} - compat.forward_arguments(model)
     if missing:
         raise Unserved(FallbackReason.MODEL, f"its forward takes no {', '.join(sorted(missing))}")
     if name := facts_of(model).unreadable:
@@ -192,7 +217,7 @@ def _check_rows(model: Any) -> None:
 def _check_room(call: PreparedCall) -> None:
     """Raise Unserved if a cache has no room for a call's longest text; plain reports that."""
     model, config, given = call.model, call.generation_config, call.model_kwargs
-    cache = compat.self_attention(given[compat.decoder_names(model).cache])
+    cache = compat.self_attention(compat.given_cache(given))
     room = hf_layers.room(cache, compat.window(model))
     if room is None:
         return
@@ -227,7 +252,7 @@ def _check_cache(model: Any, given: Any, shows_attention: bool = False) -> None:
         raise Unserved(FallbackReason.CACHE, detail, fix)
     if compat.counts_positions(model) and given.get_seq_length() > 0:
         detail = "a decoder with an earlier text in its cache"
-        raise Unserved(FallbackReason.CACHE, detail, "leave past_key_values out")
+        raise Unserved(FallbackReason.CACHE, detail, f"leave {compat.GENERATE_CACHE} out")
 
 
 def _check_arguments(model: Any, model_kwargs: dict[str, Any]) -> None:
@@ -240,7 +265,7 @@ def _check_arguments(model: Any, model_kwargs: dict[str, Any]) -> None:
     if mask is not None and mask.dim() != 2:
         detail = f"an attention mask of {mask.dim()} dimensions"
         raise Unserved(FallbackReason.ARGUMENT, detail, "pass one of [rows, columns]")
-    _check_picture(model, model_kwargs, model_kwargs.get(names.cache))
+    _check_picture(model, model_kwargs, compat.given_cache(model_kwargs))
     known = names.prepared | compat.PROMPT_ONLY | set(compat.TOKEN_TYPES)
     if names.positions is None:
         known |= {"attention_mask"}  # the encoder's

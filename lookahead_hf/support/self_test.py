@@ -67,7 +67,7 @@ def refusal(model: Any, is_flat: bool = False) -> tuple[str, str]:
     if found is None or (due_to is not None and due_to != compat.hook_numbers(model)):
         try:
             state.needs_copies.discard(key)
-            found = _try(model, is_flat)
+            found = fault(model, is_flat)
             is_lasting = not found and key not in state.needs_copies
             state.trials[key] = found, None if is_lasting else compat.hook_numbers(model)
         except OSError as error:  # not the model's fault, and it may be over soon
@@ -103,8 +103,8 @@ def _is_all_by_kernel(model: Any, width: int) -> bool:
     return counts[True] >= len(runner.cache.slots.layers) and not counts[False]
 
 
-def _try(model: Any, is_flat: bool) -> str:
-    """Return the fault, empty for none.
+def fault(model: Any, is_flat: bool) -> str:
+    """Run the self test of a model; return the fault, empty for none.
 
     Exceptions count, since a call would meet them too; lack of memory and failures of the system
     are raised.
@@ -121,7 +121,7 @@ def _try(model: Any, is_flat: bool) -> str:
         copies, key = state_of(model).needs_copies, (numerics.of_model(model), is_flat)
         if "view size is not compatible" in str(error) and key not in copies:
             copies.add(key)
-            return _try(model, is_flat)
+            return fault(model, is_flat)
         logger.info("the self test of %s failed, so it is not served", name, exc_info=True)
         return f"a block of tokens fails in {name}: {type(error).__name__}: {error}"
     logger.info("in its self test %s differed by %.2g standard deviations", name, difference)
@@ -153,7 +153,7 @@ def _plain_by_steps(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.
     """
     given: dict[str, Any] = {"use_cache": True, "attention_mask": mask[:, :PROMPT]}
     names = compat.decoder_names(model)
-    given[names.cache] = compat.DynamicCache(config=model.config)
+    given[names.prepared_cache] = compat.DynamicCache(config=model.config)
     if not compat.counts_positions(model):
         given["position_ids"] = compat.positions_by_mask(mask[:, :PROMPT])
     logits = []

@@ -12,6 +12,7 @@ from transformers import DynamicCache
 import lookahead_hf
 from lookahead_hf.cache import hf_layers
 from lookahead_hf.cache.slots import SlotGroup
+from tests.helpers.caches import CACHE
 from tests.helpers.models import prompt, tiny
 from tests.helpers.scripted import RandomTrees, continuations, scripted
 
@@ -50,11 +51,11 @@ def test_a_cache_that_is_taken_over_in_part_is_put_back(
     plain = model.generate(ids, pad_token_id=0, **call)
     monkeypatch.setattr(hf_layers, "release", released)
     with lookahead_hf.enabled(model), pytest.raises(KeyboardInterrupt):
-        model.generate(ids, past_key_values=cache, speculative=True, pad_token_id=0, **call)
+        model.generate(ids, **{CACHE: cache}, speculative=True, pad_token_id=0, **call)
     assert {layer.keys.shape[2] for layer in cache.layers} == {7 if name == "mistral" else 12}
     rest = {**call, "max_new_tokens": 7, "attention_mask": torch.ones(2, 13, dtype=torch.long)}
     ids = plain[:, :13]
-    assert torch.equal(model.generate(ids, past_key_values=cache, pad_token_id=0, **rest), plain)
+    assert torch.equal(model.generate(ids, **{CACHE: cache}, pad_token_id=0, **rest), plain)
 
 
 @pytest.mark.parametrize("error", ERRORS)
@@ -77,10 +78,10 @@ def test_a_cache_of_the_callers_is_handed_back_whole(
         config = scripted(continuations(plain, 12), RandomTrees(0))
         monkeypatch.setattr(SlotGroup, "drop_unseen", breaks_off)
         with lookahead_hf.enabled(model), pytest.raises(error):
-            model.generate(ids, past_key_values=cache, speculative=config, **first)
+            model.generate(ids, **{CACHE: cache}, speculative=config, **first)
         monkeypatch.setattr(SlotGroup, "drop_unseen", drop)
         seen = cache.get_seq_length() + 1
         assert seen > 13
         rest = {**call, "attention_mask": mask[:, :seen], "max_new_tokens": 52 - seen}
-        whole = model.generate(plain[:, :seen], past_key_values=cache, **rest)
+        whole = model.generate(plain[:, :seen], **{CACHE: cache}, **rest)
         assert whole.tolist() == plain.tolist()

@@ -11,7 +11,7 @@ from transformers import DynamicCache, StaticCache
 
 import lookahead_hf
 from lookahead_hf.fallback import FallbackReason
-from tests.helpers.caches import assert_same_cache
+from tests.helpers.caches import CACHE, assert_same_cache
 from tests.helpers.calls import compare, padded
 from tests.helpers.compared import compared
 from tests.helpers.models import prompt, tiny
@@ -44,7 +44,7 @@ def test_turns_on_a_static_cache_of_the_callers(model_name: str, rows: int) -> N
 
     def call() -> dict[str, Any]:
         used.append(next(caches))
-        return {"input_ids": ids, "attention_mask": mask, "past_key_values": used[-1], **GREEDY}
+        return {"input_ids": ids, "attention_mask": mask, CACHE: used[-1], **GREEDY}
 
     text = compared(model, call, 12).ours
     plain, ours = used
@@ -78,10 +78,10 @@ def test_a_static_window_comes_back_whole(num_new: int, rows: int) -> None:
     model, ids = tiny("mistral"), prompt(rows)
     plain, ours = (StaticCache(config=model.config, max_cache_len=64) for _ in range(2))
     call = {"attention_mask": torch.ones_like(ids), **GREEDY, "max_new_tokens": num_new}
-    text = model.generate(ids, past_key_values=plain, **call)
+    text = model.generate(ids, **{CACHE: plain}, **call)
     config = scripted(continuations(text, 12), RandomTrees())
     with lookahead_hf.enabled(model):
-        got = model.generate(ids, past_key_values=ours, **call, speculative=config)
+        got = model.generate(ids, **{CACHE: ours}, **call, speculative=config)
     assert got.tolist() == text.tolist()
     assert_same_static(ours, plain)
 
@@ -113,7 +113,7 @@ def test_attentions_over_a_static_cache_are_left_to_plain() -> None:
 def test_caches_that_are_left_to_plain(name: str, detail: str, make: Any, error: Any) -> None:
     model = tiny(name, **({"sliding_window": 64} if name == "mistral" else {}))
     with pytest.raises(error) if error else nullcontext():
-        refused(model, FallbackReason.CACHE, detail, past_key_values=make(model.config))
+        refused(model, FallbackReason.CACHE, detail, **{CACHE: make(model.config)})
 
 
 @pytest.mark.parametrize("kind", ["offloaded", "offloaded_static", DynamicCache, StaticCache])
@@ -125,7 +125,7 @@ def test_an_offloaded_cache_is_left_to_plain(kind: Any, monkeypatch: pytest.Monk
         match = rf"cache_implementation='{kind}'"
     else:
         room = {"max_cache_len": 60} if kind is StaticCache else {}
-        call = {"past_key_values": kind(config=model.config, offloading=True, **room)}
+        call = {CACHE: kind(config=model.config, offloading=True, **room)}
         match = "offloaded cache"
     with pytest.raises(lookahead_hf.SpeculationFallbackError, match=match):
         model.generate(prompt(), **GREEDY, **call, speculative={"on_fallback": "error"})

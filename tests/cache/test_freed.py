@@ -16,6 +16,7 @@ import lookahead_hf
 from lookahead_hf.cache.slots import SlotCache
 from lookahead_hf.kernels import PathTable
 from lookahead_hf.runner.cuda import graphs
+from tests.helpers.caches import CACHE
 from tests.helpers.calls import padded
 from tests.helpers.compared import speculated
 from tests.helpers.device import on_device, taped
@@ -109,7 +110,7 @@ def test_an_output_keeps_no_more_than_its_cache() -> None:
     with uncollected():
         output = model.generate(**inputs, **call, speculative=config)
         assert caches() == []
-        gone = weakref.ref(output.past_key_values)
+        gone = weakref.ref(output[CACHE])
         del output
         assert gone() is None
 

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from tests.helpers.architectures import build
-from tests.helpers.caches import assert_same_cache
+from tests.helpers.caches import CACHE, assert_same_cache
 from tests.helpers.compared import compared
 from tests.helpers.models import prompt
 
@@ -28,7 +28,7 @@ def test_turns_with_sparse_attention(model_type: str, kind: Any) -> None:
         left = iter(caches)
 
         def call() -> dict[str, Any]:
-            given = {"input_ids": ids, "attention_mask": mask, "past_key_values": next(left)}  # noqa: B023
+            given = {"input_ids": ids, "attention_mask": mask, CACHE: next(left)}  # noqa: B023
             return {**given, "do_sample": False, "pad_token_id": 0, "max_new_tokens": 12}
 
         text = compared(model, call, ids.shape[1]).ours

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 from lookahead_hf import compat
 from lookahead_hf.cache.adopt import AdoptedCache
+from tests.helpers.caches import CACHE
 from tests.helpers.models import prompt, tiny
 from tests.helpers.slots import cache_of, feed
 
@@ -74,8 +75,7 @@ def test_memory_stays_near_plains_from_2048_tokens_on(name: str) -> None:
     ids = prompt(1, 2048)
     with torch.no_grad():
         plain, taken = (
-            model(ids, past_key_values=DynamicCache(config=model.config)).past_key_values
-            for _ in range(2)
+            model(ids, **{CACHE: DynamicCache(config=model.config)})[CACHE] for _ in range(2)
         )
     adopted = AdoptedCache(taken, None, 1, compat.layer_masks(model))
     per_column = bytes_of(plain) / sum(layer.keys.shape[2] for layer in plain.layers)

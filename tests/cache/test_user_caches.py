@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache
 
 import lookahead_hf
-from tests.helpers.caches import assert_same_cache
+from tests.helpers.caches import CACHE, assert_same_cache
 from tests.helpers.calls import padded
 from tests.helpers.compared import compared
 from tests.helpers.models import prompt, tiny
@@ -28,7 +28,7 @@ def both(
     left = iter(caches)
 
     def call() -> dict[str, Any]:
-        given = {"input_ids": ids, "attention_mask": mask, "past_key_values": next(left)}
+        given = {"input_ids": ids, "attention_mask": mask, CACHE: next(left)}
         return {**given, **KWARGS, **kwargs}
 
     text: torch.Tensor = compared(model, call, ids.shape[1]).ours
@@ -57,7 +57,7 @@ def test_turns_plain_and_speculative_mixed(name: str, rows: int, with_config: bo
         ids = torch.cat([text, prompt(rows, new, seed=seed)], 1)
         mask = extended(mask, ids.shape[1])
     call = {"attention_mask": mask, **KWARGS, **eos}
-    expected, got = (model.generate(ids, past_key_values=cache, **call) for cache in caches)
+    expected, got = (model.generate(ids, **{CACHE: cache}, **call) for cache in caches)
     assert got.tolist() == expected.tolist()
 
 
@@ -72,7 +72,7 @@ def test_columns_that_nobody_attended_come_back_as_plain_leaves_them(name: str) 
     assert_same_cache(caches[1], caches[0])
     again = torch.cat([first, prompt(3, 4, seed=3)], 1)  # and from here on all columns are attended
     call = {"attention_mask": torch.ones_like(again), **KWARGS}
-    expected, got = (model.generate(again, past_key_values=cache, **call) for cache in caches)
+    expected, got = (model.generate(again, **{CACHE: cache}, **call) for cache in caches)
     assert got.tolist() == expected.tolist()
 
 
@@ -81,7 +81,7 @@ def test_a_cache_that_records_its_past_is_left_to_plain() -> None:
     model, ids = tiny("gemma3"), prompt()
     cache = new_cache(model, True)
     cache.activate_past_recording()
-    call = {**KWARGS, "past_key_values": cache, "speculative": {"on_fallback": "error"}}
+    call = {**KWARGS, CACHE: cache, "speculative": {"on_fallback": "error"}}
     error = pytest.raises(lookahead_hf.SpeculationFallbackError, match="past is recorded")
     with lookahead_hf.enabled(model), error:
         model.generate(ids, **call)
@@ -91,7 +91,7 @@ def test_only_the_new_tokens_with_the_whole_mask() -> None:
     model = tiny("llama")
     ids, mask = prompt(), torch.ones(1, 12, dtype=torch.long)
     caches = [DynamicCache(config=model.config) for _ in range(2)]
-    outs = [model.generate(ids, past_key_values=cache, **KWARGS) for cache in caches]
+    outs = [model.generate(ids, **{CACHE: cache}, **KWARGS) for cache in caches]
     held = caches[0].get_seq_length()
     new = torch.cat([outs[0], prompt(1, 6, seed=5)], 1)
     full = extended(mask, new.shape[1])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import lookahead_hf
+from tests.helpers.caches import CACHE
 from tests.helpers.calls import padded
 from tests.helpers.compared import compared, speculated
 from tests.helpers.encoder_decoder import GREEDY, SAMPLED, call
@@ -63,7 +64,7 @@ def test_what_is_returned(kind: str) -> None:
     both = compared(model, lambda: causal(1, **SAMPLED, **ALL, eos_token_id=[5, 6]), 14)
     for name in ("scores", "hidden_states", "attentions"):
         assert_close(both.ours[name], both.plain[name])
-    layers = zip(both.ours.past_key_values.layers, both.plain.past_key_values.layers, strict=True)
+    layers = zip(both.ours[CACHE].layers, both.plain[CACHE].layers, strict=True)
     for ours, plain in layers:
         assert_close([ours.keys, ours.values], [plain.keys, plain.values])
 

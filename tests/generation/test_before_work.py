@@ -13,6 +13,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 import lookahead_hf
 from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.support import checks
+from tests.helpers.caches import CACHE
 from tests.helpers.compared import reason_of, served
 from tests.helpers.encoder_decoder import texts
 from tests.helpers.fakes import Recorder
@@ -92,7 +93,7 @@ def test_what_a_model_or_cache_says_is_read_first(what: str, on_fallback: str) -
     model, inputs, encoder = pair()
     given: dict[str, Any] = {}
     if what == "cache":
-        given["past_key_values"] = EncoderDecoderCache(OwnCache(), DynamicCache())
+        given[CACHE] = EncoderDecoderCache(OwnCache(), DynamicCache())
     else:
         model.config._attn_implementation_internal = "own_attention"
     call = {**inputs, **SETTINGS, **given, "speculative": {"on_fallback": on_fallback}}

@@ -50,12 +50,12 @@ def test_what_plain_does_pass_on_is_left_to_it() -> None:
             attention_mask: Any = None,
             position_ids: Any = None,
             past_key_values: Any = None,
+            cache: Any = None,
             bias: Any = 0.0,
             **more: Any,
         ) -> Any:
-            output = super().forward(
-                input_ids, attention_mask, position_ids, past_key_values, **more
-            )
+            given = cache if past_key_values is None else past_key_values
+            output = super().forward(input_ids, attention_mask, position_ids, given, **more)
             output.logits += bias
             return output
 

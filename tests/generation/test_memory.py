@@ -15,6 +15,7 @@ from lookahead_hf.cache.storage import Stores
 from lookahead_hf.drafting.session import DraftSession
 from lookahead_hf.fallback import FallbackReason
 from lookahead_hf.runner import non_finite
+from tests.helpers.caches import CACHE
 from tests.helpers.calls import GREEDY, padded
 from tests.helpers.compared import compared, reason_of
 from tests.helpers.device import on_device, taped
@@ -76,7 +77,7 @@ def test_in_a_wide_step(engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def limited(self: Any, *args: Any, **kwargs: Any) -> Any:
         width = kwargs["input_ids"].shape[1]
-        if kwargs["past_key_values"].get_seq_length():
+        if kwargs[CACHE].get_seq_length():
             widths.append(width)
             if width > 4:
                 raise torch.OutOfMemoryError("no memory")

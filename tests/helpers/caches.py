@@ -7,6 +7,11 @@ from typing import Any
 import torch
 from transformers import StaticCache
 
+from lookahead_hf import compat
+
+CACHE = compat.GENERATE_CACHE
+"""The name of the cache among the arguments of `generate` and the fields of its output."""
+
 
 def assert_same_cache(
     ours: Any, plain: Any, mask: torch.Tensor | None = None, atol: float = 5e-4, rtol: float = 1e-3

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import lookahead_hf
-from tests.helpers.caches import assert_same_cache
+from tests.helpers.caches import CACHE, assert_same_cache
 from tests.helpers.calls import compare
 from tests.helpers.compared import compared
 from tests.helpers.device import on_device
@@ -125,7 +125,7 @@ def test_a_text_that_ends_early_is_fed_pads_to_the_tables_end(ended: int) -> Non
     call |= {"eos_token_id": eos, "return_dict_in_generate": True}
     plain, ours, _ = compared(model, lambda: dict(call), 12)
     assert ours.sequences.shape[1] == 33
-    assert_same_cache(ours.past_key_values, plain.past_key_values)
+    assert_same_cache(ours[CACHE], plain[CACHE])
 
 
 def test_a_text_that_outgrows_its_table_fails_as_it_does_plainly() -> None:

@@ -14,7 +14,7 @@ import lookahead_hf
 from lookahead_hf.runner import host
 from lookahead_hf.runner.cuda import graphs
 from lookahead_hf.verification import batched_walk
-from tests.helpers.caches import assert_same_cache
+from tests.helpers.caches import CACHE, assert_same_cache
 from tests.helpers.calls import padded
 from tests.helpers.compared import speculated
 from tests.helpers.device import on_device, taped
@@ -182,11 +182,11 @@ def test_padding_is_no_token_that_plain_does_not_read(repeats: list[Any]) -> Non
 def test_a_static_cache_comes_back_finite(name: str) -> None:
     model = lookahead_hf.enable(tiny(name))
     plain, ours = (StaticCache(config=model.config, max_cache_len=100) for _ in range(2))
-    text = model.generate(**inputs_of(3), **CALL, past_key_values=plain)
+    text = model.generate(**inputs_of(3), **CALL, **{CACHE: plain})
     bad = unused(text)
     spoil(model, bad, NAN)
     config = scripted(continuations(text, 14), Spoils(bad))
-    got = model.generate(**inputs_of(3), **CALL, past_key_values=ours, speculative=config)
+    got = model.generate(**inputs_of(3), **CALL, **{CACHE: ours}, speculative=config)
     assert got.tolist() == text.tolist()
     assert_same_cache(ours, plain)
 

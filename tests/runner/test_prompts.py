@@ -11,6 +11,7 @@ from transformers import DynamicCache
 import lookahead_hf
 from lookahead_hf.runner import flat, layout, masks
 from tests.helpers import multimodal
+from tests.helpers.caches import CACHE
 from tests.helpers.compared import compared
 from tests.helpers.models import tiny
 
@@ -94,13 +95,13 @@ def test_what_shows_the_padding_keeps_it(case: str) -> None:
         given["prefill_chunk_size"] = 16
     with lookahead_hf.enabled(model):
         if case == "cache passed":
-            own = {"past_key_values": DynamicCache(config=model.config)}
+            own = {CACHE: DynamicCache(config=model.config)}
         plain = model.generate(**given, speculative=False)
         ours = model.generate(**given, **own, speculative={"budget": 5})
     stats = lookahead_hf.last_stats(model)
     assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
     if case == "cache returned":
-        for one, other in zip(plain.past_key_values, ours.past_key_values, strict=True):
+        for one, other in zip(plain[CACHE], ours[CACHE], strict=True):
             torch.testing.assert_close(one[0], other[0], atol=2e-4, rtol=2e-4)
         plain, ours = plain.sequences, ours.sequences
     assert torch.equal(plain, ours)

@@ -20,6 +20,7 @@ from lookahead_hf.patches.layers.room import Room
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner import prefill
 from lookahead_hf.runner.host import Runner
+from tests.helpers.caches import CACHE
 from tests.helpers.drafts import Fixed
 from tests.helpers.models import prompt, tiny
 
@@ -215,7 +216,7 @@ def test_the_same_bits_matter_more_than_time(model: Any, monkeypatch: pytest.Mon
 
 def test_a_prompt_that_the_models_code_has_read_is_in_the_statistics(model: Any) -> None:
     ids = prompt(1, 20)
-    given = {"past_key_values": DynamicCache(config=model.config)}
+    given = {CACHE: DynamicCache(config=model.config)}
     for extra in (given, {"return_dict_in_generate": True}):
         model.generate(
             ids, **extra, max_new_tokens=8, speculative={"compiled_layers": "everywhere"}

@@ -19,7 +19,7 @@ from lookahead_hf.runner import recurrent
 from lookahead_hf.support import checks, self_test
 from lookahead_hf.support.checks import Purpose
 from tests.helpers.architectures import build
-from tests.helpers.caches import assert_same_cache
+from tests.helpers.caches import CACHE, assert_same_cache
 from tests.helpers.compared import compared, speculated
 from tests.helpers.models import prompt
 from tests.helpers.recurrent import GREEDY, OTHERS, QUICK, RECURRENT, harsh_gap, padded
@@ -126,7 +126,7 @@ def test_a_users_cache_over_turns(model_type: str, rows: int) -> None:
         left = iter(caches)
 
         def call(given: Any = given, left: Any = left) -> dict[str, Any]:
-            return {**given, **GREEDY, **eos, "max_new_tokens": 24, "past_key_values": next(left)}
+            return {**given, **GREEDY, **eos, "max_new_tokens": 24, CACHE: next(left)}
 
         columns = given["input_ids"].shape[1]
         text = compared(model, call, columns, RandomChains(turn)).ours
@@ -155,7 +155,7 @@ def test_a_cache_of_a_call_that_broke_off_serves_the_next(rows: int) -> None:
     plain = model.generate(**given, **GREEDY, max_new_tokens=40)
     cache = DynamicCache(config=model.config)
     config = scripted(continuations(plain, 17), RandomChains())
-    call = {**given, **GREEDY, "past_key_values": cache, "speculative": config}
+    call = {**given, **GREEDY, CACHE: cache, "speculative": config}
     with lookahead_hf.enabled(model), pytest.raises(KeyboardInterrupt):
         model.generate(**call, max_new_tokens=40, stopping_criteria=[Raises(38)])
     held = cache.get_seq_length()
@@ -163,7 +163,7 @@ def test_a_cache_of_a_call_that_broke_off_serves_the_next(rows: int) -> None:
     seen = plain[:, : max(held + 1, 18)]
     mask = torch.cat([given["attention_mask"], torch.ones_like(seen[:, 17:])], 1)
     again = {**GREEDY, "attention_mask": mask, "max_new_tokens": 57 - seen.shape[1]}
-    assert torch.equal(model.generate(seen, past_key_values=cache, **again), plain)
+    assert torch.equal(model.generate(seen, **{CACHE: cache}, **again), plain)
 
 
 @pytest.mark.parametrize("model_type", ["lfm2", "mamba2", "qwen3_5_text"])

@@ -105,11 +105,12 @@ class Changing(LlamaForCausalLM, ABC):
         attention_mask: Any = None,
         position_ids: Any = None,
         past_key_values: Any = None,
+        cache: Any = None,
         steps: int = 0,
         **kwargs: Any,
     ) -> Any:
-        given = input_ids, attention_mask, position_ids, past_key_values
-        outputs = super().forward(*given, **kwargs)
+        held = cache if past_key_values is None else past_key_values
+        outputs = super().forward(input_ids, attention_mask, position_ids, held, **kwargs)
         assert outputs.logits is not None
         self.change(outputs.logits, steps)
         return outputs

@@ -11,7 +11,7 @@ from transformers import StoppingCriteriaList, StopStringCriteria
 
 import lookahead_hf
 from lookahead_hf.runner.cuda.transfer import HostCopy
-from tests.helpers.caches import assert_same_cache
+from tests.helpers.caches import CACHE, assert_same_cache
 from tests.helpers.calls import GREEDY, WARPERS, compare, padded
 from tests.helpers.compared import compared
 from tests.helpers.device import on_device
@@ -102,7 +102,7 @@ def test_finished_rows_are_fed_pads_where_the_cache_is_returned() -> None:
     columns = inputs["input_ids"].shape[1]
     plain, ours, stats = compared(model, lambda: dict(call), columns, right(4))
     assert stats.engine == "device"
-    assert ours.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
+    assert ours[CACHE].get_seq_length() == plain[CACHE].get_seq_length()
 
 
 def test_one_copy_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,10 +125,10 @@ def test_the_cache_comes_back_as_plain_leaves_it() -> None:
     call = {**inputs, **GREEDY, "return_dict_in_generate": True}
     plain, ours, stats = compared(model, lambda: dict(call), inputs["input_ids"].shape[1])
     assert stats.engine == "device"
-    columns = plain.past_key_values.get_seq_length()
+    columns = plain[CACHE].get_seq_length()
     mask = torch.ones(len(plain.sequences), columns)
     mask[:, :14] = inputs["attention_mask"]
-    assert_same_cache(ours.past_key_values, plain.past_key_values, mask)
+    assert_same_cache(ours[CACHE], plain[CACHE], mask)
 
 
 def test_learned_sources_draft() -> None:

@@ -124,16 +124,17 @@ def likeliest(model: Any, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """
     import torch
 
+    from lookahead_hf import compat
     from lookahead_hf.drafting.topk import BestTokens
 
     if model is None:
         return np.empty((len(tokens) - 1, 0), np.int32), np.empty((len(tokens) - 1, 0), np.float32)
-    best, cache = [], None
+    best, cache, name = [], None, compat.decoder_names(model).cache
     ids = torch.from_numpy(tokens[:-1])[None].to(model.device)
     for chunk in ids.split(CHUNK, 1):
         with torch.no_grad():
-            outputs = model(chunk, past_key_values=cache, use_cache=True)
-        cache, places = outputs.past_key_values, np.arange(chunk.shape[1])
+            outputs = model(chunk, **{name: cache}, use_cache=True)
+        cache, places = compat.returned_cache(outputs), np.arange(chunk.shape[1])
         best.append(BestTokens(outputs.logits, TOP).take(np.zeros_like(places), places))
     token_ids, probs = (np.concatenate(parts) for parts in zip(*best, strict=True))
     return token_ids, probs

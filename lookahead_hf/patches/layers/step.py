@@ -32,8 +32,8 @@ SEGMENT = 8
 
 _READ = {
     "attention_mask",
+    *compat.CACHE_NAMES,
     "cache_position",
-    "past_key_values",
     "position_embeddings",
     "position_ids",
     "use_cache",
@@ -133,7 +133,7 @@ class LayerStep:
 
     def _arguments_of(self, unit: Unit, x: Any, kwargs: dict[str, Any]) -> Arguments | None:
         """Return where a layer's K and V, angles and plan are; None if its call is not known."""
-        program, cache = unit.program, kwargs.get("past_key_values")
+        program, cache = unit.program, compat.given_cache(kwargs)
         if type(cache) is not SlotCache:
             return None
         assert program.layer_index is not None
@@ -205,7 +205,7 @@ class LayerStep:
     ) -> torch.Tensor:
         """Run a layer's own code, then the kernels, and compare the results."""
         x: torch.Tensor = args[0]
-        stores = kwargs["past_key_values"].layers[unit.program.layer_index].stores
+        stores = compat.given_cache(kwargs).layers[unit.program.layer_index].stores
         self._is_trial = True
         try:
             own: torch.Tensor = compat.own_call(unit.module, *args, **kwargs)

@@ -51,6 +51,7 @@ class StepFunction:
         """`by_kernel`: as in `ForwardContext`."""
         self._model, self._cache, self._state = model, beginning.cache, state
         self._passed, self._kinds = beginning.passed, beginning.kinds
+        self._names = compat.decoder_names(model)
         self._takes_dict = compat.takes_mask_dict(model)
         self._is_compiled, self._by_kernel = compiled.is_compiled(model), by_kernel
 
@@ -86,7 +87,7 @@ class StepFunction:
             "input_ids": draft.tokens,
             "position_ids": state.next_position + (fed[:, None] + draft.depth),
             "attention_mask": built if self._takes_dict else next(iter(built.values())),
-            "past_key_values": self._cache.slots,
+            self._names.cache: self._cache.slots,
             "use_cache": True,
         }
         experts = compat.set_up_for_step(self._model, len(draft.tokens), width)

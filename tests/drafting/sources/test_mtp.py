@@ -19,6 +19,7 @@ from lookahead_hf.drafting.sources import mtp
 from lookahead_hf.drafting.sources.mtp import KeptLayers, MtpDrafter
 from lookahead_hf.fallback import FallbackReason
 from lookahead_hf.model_state import state_of
+from tests.helpers.caches import CACHE
 from tests.helpers.calls import GREEDY, padded
 from tests.helpers.compared import compared, reason_of, speculated
 from tests.helpers.device import taped
@@ -192,7 +193,7 @@ def test_a_cache_of_earlier_turns(checkpoint: Any) -> None:
     call = {"input_ids": first, **GREEDY}
     stats = compared(
         model,
-        lambda: {**call, "past_key_values": next(caches).past_key_values},
+        lambda: {**call, CACHE: next(caches)[CACHE]},
         NUM_COLUMNS,
         drafters=("mtp",),
     ).stats

@@ -18,6 +18,7 @@ from transformers.distributed import DistributedConfig
 
 import lookahead_hf
 from lookahead_hf import ngram_pool
+from tests.helpers.caches import CACHE
 from tests.helpers.models import VOCAB, left_padded, prompt
 
 SECONDS = 400
@@ -101,8 +102,8 @@ def values(output: Any) -> Any:
     return {
         "sequences": output.sequences.tolist(),
         "scores": torch.stack(output.scores, 1),
-        "columns": output.past_key_values.get_seq_length(),
-        "keys": [layer.keys for layer in output.past_key_values.layers],
+        "columns": output[CACHE].get_seq_length(),
+        "keys": [layer.keys for layer in output[CACHE].layers],
     }
 
 

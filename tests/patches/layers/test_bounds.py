@@ -21,6 +21,7 @@ from lookahead_hf.patches.layers.programs import Unknown
 from lookahead_hf.patches.layers.room import Room, Unit
 from lookahead_hf.patches.layers.step import LayerStep
 from tests.helpers.bounds import bounds_checked, check_plan
+from tests.helpers.caches import CACHE
 from tests.helpers.changes import freed, on_meta, shrunk
 from tests.helpers.compiled import run
 from tests.helpers.models import tiny
@@ -144,7 +145,7 @@ def test_a_store_of_other_slots_than_the_cache_is_not_written(name: str) -> None
     for cut in (slice(None), (slice(None), slice(-1)), slice(1)):
         kept = getattr(stores, name)
         setattr(stores, name, kept[cut].clone())
-        given = step._arguments_of(unit, torch.zeros(2, 1, 8), {"past_key_values": cache})
+        given = step._arguments_of(unit, torch.zeros(2, 1, 8), {CACHE: cache})
         assert (given is None) == (cut != slice(None))
         setattr(stores, name, kept)
 

@@ -16,6 +16,7 @@ from lookahead_hf.rows import Rows
 from lookahead_hf.runner.cuda import graph_set
 from lookahead_hf.runner.cuda.runner import CudaRunner
 from lookahead_hf.runner.prefill import start
+from tests.helpers.caches import CACHE
 from tests.helpers.calls import GREEDY, padded
 from tests.helpers.device import TapeRecorder, taped
 from tests.helpers.models import prompt, tiny
@@ -87,7 +88,7 @@ def test_they_take_no_more_memory_than_plains(asked: bool, monkeypatch: pytest.M
     model, ids = windowed(layers=6, window=512), prompt(1, 2048)
     with torch.no_grad(), taped(monkeypatch):
         plain = DynamicCache(config=model.config)
-        model(ids, past_key_values=plain)
+        model(ids, **{CACHE: plain})
         held = sum(layer.keys.nbytes + layer.values.nbytes for layer in plain.layers)
         runner, rows = CudaRunner(model, 1, room=64, cuda_graphs=asked), Rows(ids.numpy())
         start(runner, ids, DynamicCache(config=model.config))

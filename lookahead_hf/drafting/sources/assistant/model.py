@@ -116,7 +116,7 @@ def _prefill_arguments(model: Any, attended: torch.Tensor) -> dict[str, Any]:
     """Return the arguments that `generate` would prepare beside the prompt."""
     kwargs: dict[str, Any] = {
         "attention_mask": attended.long(),
-        "past_key_values": compat.empty_cache(model),
+        compat.decoder_names(model).prepared_cache: compat.empty_cache(model),
         "use_cache": True,
     }
     if not compat.counts_positions(model):
@@ -134,7 +134,8 @@ def _decoder_arguments(
         raise ValueError("an encoder-decoder model cannot assist a decoder-only model")
     inputs, mask = encoder_inputs
     inputs = inputs.to(model.device, model.dtype if inputs.is_floating_point() else None)
-    kwargs: dict[str, Any] = {"past_key_values": compat.empty_cache(model), "use_cache": True}
+    cache = compat.decoder_names(model).prepared_cache
+    kwargs: dict[str, Any] = {cache: compat.empty_cache(model), "use_cache": True}
     if mask is not None:
         kwargs["attention_mask"] = mask = mask.to(model.device)
     with torch.no_grad():
