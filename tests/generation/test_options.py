@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -159,4 +160,4 @@ def test_settings_equal_what_generate_prepares() -> None:
 def test_stock_names_are_those_of_generate() -> None:
     given = arguments(*range(11)).given
     assert list(given.values()) == list(range(11))
-    assert list(given) == list(GenerationMixin.generate.__wrapped__.__code__.co_varnames[1:12])
+    assert list(given) == list(inspect.unwrap(GenerationMixin.generate).__code__.co_varnames[1:12])
