@@ -191,5 +191,5 @@ def _about(stage: Stage, samples: list[Sample], arguments: Arguments) -> dict[st
     limits = f"{model} --dtype {arguments.dtype} --new-tokens {arguments.new_tokens}"
     file = f"--prompts {shlex.quote(str(arguments.prompts))} --limit {len(samples)}"
     chats = any(sample.is_conversation for sample in samples)
-    line = f"lookahead-hf chat{limits}" if chats else f"lookahead-hf bench{limits} {file}"
+    line = None if chats else f"lookahead-hf bench{limits} {file}"
     return {"file": str(arguments.prompts), "machine": machine, "basis": basis, "command": line}

@@ -177,5 +177,6 @@ def show(found: Sequence[Finding], about: dict[str, Any], screen: Screen) -> Non
         compared = [f"{e.setting} {e.speed_up:.2f}" for e in each.expected.values()]
         screen.line(f"Speed-ups by setting: {', '.join(compared)}.")
         screen.write(f"{each.advice}\n", "bold green")  # never wrapped, to be copied
-    screen.write(f"\nTo measure it: {about['command']}\n")
+    if about["command"] is not None:
+        screen.write(f"\nTo measure it: {about['command']}\n")
     screen.line(about["basis"], "dim")
