@@ -84,7 +84,7 @@ LAYERS = {
         "constraints",
         "row_processors",
     ),
-    "model": ("experts facts prefix_tuning", "compiled numerics position_limits quantization"),
+    "model": ("experts facts", "compiled numerics position_limits quantization"),
     "ngram_pool": (
         "jit matches",
         "compilation",
