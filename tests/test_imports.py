@@ -59,7 +59,7 @@ LAYERS = {
         sources.assistant.model sources.assistant.tokens sources.grammar.probe
         sources.grammar.vocabulary sources.grammar.whitespace sources.prediction_alignment
         sources.recycling_buckets topk""",
-        """_numba control.budget kept_costs sources._recycling_numba sources.assistant.growth
+        """_numba control.budget sources._recycling_numba sources.assistant.growth
         sources.grammar.growth sources.ngram sources.prediction user_drafter""",
         """in_use sources.assistant.drafter sources.grammar.refinement
         sources.pool sources.recycling uncompiled""",
@@ -84,7 +84,7 @@ LAYERS = {
         "constraints",
         "row_processors",
     ),
-    "model": ("experts facts", "compiled numerics position_limits quantization"),
+    "model": ("facts", "numerics position_limits quantization"),
     "ngram_pool": (
         "jit matches",
         "compilation",

@@ -22,8 +22,6 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "default": {},
         "prompt_lookup": {"drafters": ("ngram",)},
-        "recycling": {"drafters": ("recycling",)},
-        "assistant": {"drafters": ("assistant",)},
     }
 )
 """Names for settings that are often used, and the fields that each name sets."""

@@ -1,1 +1,1 @@
-"""Facts about a model: its positions, compiled forwards, numerics."""
+"""Facts about a model: its positions, numerics."""

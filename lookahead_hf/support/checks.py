@@ -110,7 +110,7 @@ def takes_flat(model: Any, position_ids: torch.Tensor, model_kwargs: dict[str, A
     if position_ids.dim() != 2:
         return False
     facts = facts_of(model)
-    if facts.is_hooked or facts.is_compiled or not facts.all_on(torch.device("cpu")):
+    if facts.is_hooked or not facts.all_on(torch.device("cpu")):
         return False
     if trust.watcher():
         return False
@@ -162,8 +162,6 @@ def _check_states(model: Any) -> None:
         raise Unserved(FallbackReason.STATEFUL, type(model).__name__)
     if len({getattr(mixer, "layer_idx", None) for mixer in mixers}) < len(mixers):
         raise Unserved(FallbackReason.STATEFUL, "several modules keep the states of one layer")
-    if mixers and facts_of(model).is_compiled:
-        raise Unserved(FallbackReason.STATEFUL, "a compiled forward")
 
 
 def _check_trees(model: Any) -> None:
