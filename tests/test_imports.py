@@ -53,7 +53,7 @@ LAYERS = {
         "columns",
         "adopt texts",
     ),
-    "config": ("vllm", "__init__"),
+    "config": ("__init__",),
     "drafting": (
         """_heap control._learning_numba control.cost_model control.source_backoff drafter
         sources.assistant.model sources.assistant.tokens sources.grammar.probe
@@ -95,7 +95,7 @@ LAYERS = {
         "__init__",
     ),
     "kernels": (
-        "_attention_parts _launch cpu.fields cpu.llvm cpu.team data",
+        "_attention_parts cpu.fields cpu.llvm cpu.team data",
         "_common cpu.scalars cpu.vectors",
         """reference cpu._choice_numba cpu._elementwise_numba cpu._plan_numba
         cpu._products_numba tiles""",
@@ -103,7 +103,6 @@ LAYERS = {
         "cpu._program_numba",
         "cpu.program",
         "attention compact reject topk verify",
-        "ahead",
         "dispatch",
         "__init__",
     ),
@@ -119,7 +118,7 @@ LAYERS = {
     ),
     "runner": (
         """cuda.capture cuda.transfer flat masks non_finite passthrough_kwargs recurrent""",
-        "cuda.ahead cuda.state layout outputs",
+        "cuda.state layout outputs",
         "cuda.graph_set cuda.step host",
         "cuda.decision cuda.graphs prefill",
         "cuda.runner",

@@ -10,9 +10,7 @@ from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.patches.layers import CompiledSteps
 from lookahead_hf.patches.trust import ModelSnapshot
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner import masks
 from lookahead_hf.runner.cuda import graphs
-from lookahead_hf.runner.cuda.ahead import compile_kernels
 from lookahead_hf.runner.cuda.capture import Captured, Recording
 from lookahead_hf.runner.cuda.decision import Decision, OnDevice
 from lookahead_hf.runner.cuda.graph_set import GraphSet, Uncapturable, bucket
@@ -61,9 +59,6 @@ class CudaRunner(Runner):
         self._set: GraphSet | None = None
         self._replays = True  # the latest step was replayed
         self.execution: str | None = execution.NOT_ASKED_FOR
-        if self._creates:
-            widths = self._widths if shape is None else (shape.width,)
-            compile_kernels(model, masks.of_model(model), num_rows, widths, self.decision.draws)
 
     def begin(self, beginning: Beginning) -> None:
         super().begin(beginning)
