@@ -15,8 +15,7 @@ from typing import Any
 import common
 import numpy as np
 import torch
-
-from lookahead_hf.cli.analysis.replay import Text
+from call_replay import Text
 
 TOP = 64
 """Likeliest next tokens recorded per position, as many as any drafter uses."""
