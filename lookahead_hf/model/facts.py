@@ -34,7 +34,6 @@ class ModelFacts:
         self.is_hooked = any(map(compat.is_hooked, modules))  # by the caller
         windowed = any(map(compat.is_windowed_by_slot, modules))
         self.needs_columns = windowed or compat.counts_positions(model)
-        self.unreadable = compat.unreadable_forward(kinds)
         # Weakly, since a module may refer to the model, too.
         self._mixers = [ref(module) for module in modules if compat.is_mixer(module)]
 

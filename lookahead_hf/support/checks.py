@@ -130,9 +130,6 @@ def _check_kind(model: Any) -> None:
     missing = names.prepared - {"use_cache", "logits_to_keep"} - compat.forward_arguments(model)
     if missing:
         raise Unserved(FallbackReason.MODEL, f"its forward takes no {', '.join(sorted(missing))}")
-    if name := facts_of(model).unreadable:
-        detail = f"the source of {name}.forward, which handles masks, cannot be read"
-        raise Unserved(FallbackReason.MODEL, detail, "define the class in a file")
     unknown = set(compat.mask_kinds(model)) - MASK_KINDS
     if unknown:
         raise Unserved(FallbackReason.MODEL, f"layer type {', '.join(sorted(unknown))}")
