@@ -93,7 +93,7 @@ def is_stock(model: Any) -> bool:
     kind, decoder = type(model), type(model.get_decoder())
     parts = [kind.forward, decoder.forward]
     parts += [kind.prepare_inputs_for_generation, kind._update_model_kwargs_for_generation]
-    return all(part.__module__.startswith("transformers.") for part in parts)
+    return all(str(part.__module__).startswith("transformers.") for part in parts)
 
 
 def text_config(model: Any) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -86,24 +87,24 @@ def _has_triton(device: torch.device) -> bool:
     return True
 
 
-KERNELS: Mapping[str, tuple[str, Callable[..., Any] | None]] = {
-    "verify_tree": ("verify", reference.verify_tree),
-    "reject_tree": ("reject", reference.reject_tree),
-    "compact_path": ("compact", reference.compact_path),
-    "topk_rows": ("topk", reference.topk_rows),
+KERNELS: Mapping[str, tuple[str, ModuleType | None]] = {
+    "verify_tree": ("verify", reference),
+    "reject_tree": ("reject", reference),
+    "compact_path": ("compact", reference),
+    "topk_rows": ("topk", reference),
     "tree_attention": ("attention", None),
 }
-"""The module of each Triton kernel, and its twin, if there is one."""
+"""The module of each Triton kernel, and that of its twin, if there is one."""
 
 
 def kernel(name: str, device: torch.device) -> Callable[..., Any]:
     """Return the Triton kernel of that name, or its twin if torch serves the device."""
-    module, twin = KERNELS[name]
+    kernels, module = KERNELS[name]
     if backend(device) == "triton":
-        function: Callable[..., Any] = getattr(import_module(f"{__package__}.{module}"), name)
-        return function
-    assert twin is not None, "without Triton, attend under a mask"
-    return twin
+        module = import_module(f"{__package__}.{kernels}")
+    assert module is not None, "without Triton, attend under a mask"
+    chosen: Callable[..., Any] = getattr(module, name)
+    return chosen
 
 
 def _dispatched(name: str) -> Callable[..., Any]:
