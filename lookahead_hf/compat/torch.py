@@ -58,8 +58,13 @@ def buffer(module: nn.Module, name: str) -> Any:
 
 
 def compiled_from(function: Any) -> Any:
-    """Return the function that `torch.compile` was given for this one, None for any other."""
-    return getattr(function, "_torchdynamo_orig_callable", None)
+    """Return the function that `torch.compile` was given for this one, None for any other.
+
+    A function around compiled code that was made by `functools.wraps` has the same attribute.
+    """
+    made_in = getattr(function, "__globals__", {}).get("__name__", "")
+    is_dynamos = made_in.startswith("torch._dynamo")
+    return getattr(function, "_torchdynamo_orig_callable", None) if is_dynamos else None
 
 
 def is_compiled_wrapper(module: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -87,6 +88,15 @@ def test_what_is_compiled_comes_back(give: Callable[[Any, CompileCounter], None]
     with patched(model):
         assert [dict(vars(module)) for module in model.modules()] != before
     assert [dict(vars(module)) for module in model.modules()] == before
+
+
+def test_a_function_around_compiled_code_stays() -> None:
+    model = small()
+    compiled = torch.compile(model.forward, backend=CompileCounter())
+    around = functools.wraps(compiled)(lambda *args, **kwargs: compiled(*args, **kwargs))
+    model.forward = around
+    with patched(model):
+        assert vars(model)["forward"] is around
 
 
 def test_compiled_layers_are_captured(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
