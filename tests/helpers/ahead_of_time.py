@@ -83,6 +83,7 @@ def _verify(
     if sampled:
         noise = _empty(rows, 12, vocab, dtype=torch.float32)
         walk = verify.verify_tree(scores, *tree, noise, _empty(rows, width))
+        scores = scores.to(torch.bfloat16)  # what is drawn from was made of them
     else:
         walk = verify.verify_tree(scores, *tree, keep_scan=True)
     topk.topk_rows(scores.flatten(0, 1), 48, walk.scan, Wanted(walk.packed, tree[2], 12))
