@@ -21,10 +21,10 @@ from unittest import mock
 import common
 import numpy as np
 import torch
+from call_replay import MemoryHolder, RecordedRecycling, Text, replay
 from record import folder_of, recorded
 
 from lookahead_hf import SpeculativeConfig, ngram_pool
-from lookahead_hf.cli.analysis.replay import MemoryHolder, RecordedRecycling, Text, replay
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting import drafter
 from lookahead_hf.drafting.drafter import Drafter

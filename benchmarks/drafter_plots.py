@@ -10,10 +10,10 @@ import bars
 import matplotlib
 import numpy as np
 import svg
+from call_replay import Text
 from ours import Ours
 from replay import Line, Recorded, replay
 
-from lookahead_hf.cli.analysis.replay import Text
 from lookahead_hf.drafting.sources.recycling_buckets import NUM_PROBS, PROB_EDGES, SINGLE_START
 from lookahead_hf.ngram_pool.matches import LEVELS, NUM_SHARES, NUM_TOTALS
 

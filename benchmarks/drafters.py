@@ -27,13 +27,12 @@ from typing import Any
 
 import common
 import torch
+from call_replay import Text
 from on_model import OnModel
 from ours import Ours
 from peers import LogitSpec, PromptLookup, Racer, SamDecoding, SuffixDecoding, TokenRecycling
 from record import folder_of, recorded
 from replay import RECORDED, Contender, Line, Outcome, Recorded, replay
-
-from lookahead_hf.cli.analysis.replay import Text
 
 ALL = "all"
 

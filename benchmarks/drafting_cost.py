@@ -30,11 +30,11 @@ from unittest import mock
 import common
 import numpy as np
 import torch
+from call_replay import MemoryHolder, Text, accepted_path
 from record import folder_of, recorded
 
 from lookahead_hf import SpeculativeConfig, ngram_pool
 from lookahead_hf.call.prepared import Request
-from lookahead_hf.cli.analysis.replay import MemoryHolder, Text, accepted_path
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.control.budget import SteadySteps
 from lookahead_hf.drafting.registry import build

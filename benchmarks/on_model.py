@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from call_replay import Seen, Text
 from record import best_tokens
 from replay import Recorded, joined
 from transformers import DynamicCache
 
-from lookahead_hf.cli.analysis.replay import Seen, Text
 from lookahead_hf.compat import GENERATE_CACHE
 from lookahead_hf.draft import ROOT, DraftTree
 

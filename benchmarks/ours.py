@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from call_replay import UNUSED, RecordedRecycling
 from replay import Contender, Seen
 
 from lookahead_hf.call.prepared import Request
-from lookahead_hf.cli.analysis.replay import UNUSED, RecordedRecycling
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.control.calibration import KeptRates

@@ -15,8 +15,8 @@ from typing import Any
 import common
 import numpy as np
 import torch
+from call_replay import Text
 
-from lookahead_hf.cli.analysis.replay import Text
 from lookahead_hf.compat import GENERATE_CACHE
 
 TOP = 64

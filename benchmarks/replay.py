@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+from call_replay import Seen, Text, accepted_path, seen
 
-from lookahead_hf.cli.analysis.replay import Seen, Text, accepted_path, seen
 from lookahead_hf.draft import DraftTree
 
 

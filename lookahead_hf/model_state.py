@@ -34,7 +34,6 @@ class ModelState:
     )
     needs_copies: set[tuple[Numerics, bool]] = field(default_factory=set)  # contiguous K and V
     kernel_trials: dict[Numerics, bool] = field(default_factory=dict)  # of all attention
-    mask_sources: list[str] | None = None  # of the forwards that handle masks
     fixed_attention: set[int] | None = None  # ids of configurations whose attention must stay
     patch_users: set[object] = field(default_factory=set)  # calls in progress
     patches: list[Callable[[], None]] = field(default_factory=list)  # undo attributes of modules

@@ -65,8 +65,7 @@ def warm_up(
     """Compile, prepare layers, capture steps, and measure what draft tokens cost this model.
 
     It ends after `seconds`, and calls do the rest. For a model of 135 million parameters on two
-    cores everything takes about 3 seconds, and 20 more right after an installation. Costs of steps
-    are kept on disk for the next process with the same model.
+    cores everything takes about 3 seconds, and 20 more right after an installation.
 
     Without it the first calls draft by prompt lookup until numba has compiled (seconds, once per
     installation). The first steps of a model find out what they cost, and on a CPU which layers the
@@ -199,7 +198,6 @@ def _warm_up(
         _measure(runner, context_length, most_nodes, limit)
     finally:
         runner.end()
-        memory_of(model).keep_costs(at_once=True)
 
 
 def _runner(
@@ -245,9 +243,8 @@ def _measure(runner: Runner, context_length: int, most_nodes: int, limit: _Time)
         known = SIZES if runner.is_flat else curve.sizes
         counts = {min(size, most_nodes) for size in known}
         firsts: dict[int, float] = {}
-        turns = range(1 + (1 if curve.is_kept and not limit.is_endless else REPEATS))
         # Downwards, since a step after a much larger one takes longer.
-        for turn, count in product(turns, sorted(counts, reverse=True)):
+        for turn, count in product(range(1 + REPEATS), sorted(counts, reverse=True)):
             if limit.is_over:
                 break
             limit.show("measuring what draft tokens cost")

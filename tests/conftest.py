@@ -88,12 +88,6 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TapeRecorder]]:
         yield recorders
 
 
-@pytest.fixture(autouse=True)
-def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test finds what another one, or a user of the machine, has measured."""
-    monkeypatch.setattr("lookahead_hf.drafting.kept_costs.file_of", lambda model: None)
-
-
 @pytest.fixture
 def decoding(monkeypatch: pytest.MonkeyPatch) -> PlainDecoding:
     """Plain decoding in place of the library's: tests see which calls reach it, and how."""

@@ -113,48 +113,6 @@ def test_resolve() -> None:
     assert found[3] is config
 
 
-@pytest.mark.parametrize(
-    ("given", "fields", "said"),
-    [
-        (
-            {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2},
-            {"drafters": ("ngram",), "options": {"ngram": {"max_ngram": 4, "min_ngram": 2}}},
-            "max_ngram",
-        ),
-        ({"method": "suffix"}, {"drafters": ("ngram", "pool"), "learn": True}, "'learn': True"),
-        (
-            {
-                "method": "suffix",
-                "suffix_decoding_max_cached_requests": 0,
-                "suffix_decoding_min_token_prob": 0.1,
-            },
-            {"drafters": ("ngram",)},
-            "suffix_decoding_min_token_prob has no effect",
-        ),
-        (
-            {"method": "draft_model", "model": "small/one"},
-            {"drafters": ("assistant",)},
-            "pass the model 'small/one' to each call, as assistant_model=",
-        ),
-        (
-            {"method": "mtp"},
-            {"drafters": ("mtp",), "options": {"mtp": {"num_draft": 5}}},
-            "num_draft",
-        ),
-    ],
-)
-def test_what_vllm_calls_speculative_config(
-    given: dict[str, Any],
-    fields: dict[str, Any],
-    said: str,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level("INFO")
-    found = SpeculativeConfig.resolve({**given, "num_speculative_tokens": 5})
-    assert found == SpeculativeConfig(**fields, max_draft_nodes=5)
-    assert said in caplog.text
-
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets(name: str) -> None:
     config = SpeculativeConfig.resolve(name)
@@ -178,13 +136,6 @@ def test_a_drafter_alone_means_what_it_says(name: str) -> None:
         ("n_gram", "did you mean 'ngram'. known: default,"),
         ({"drafter": "ngram"}, "no argument 'drafter'; did you mean 'drafters'"),
         ({"max_draft_node": 8}, "no argument 'max_draft_node'; did you mean 'max_dr"),
-        ({"method": "ngrams"}, "did you mean 'ngram'. known: ngram, suffix"),
-        ({"method": "eagle3"}, "'eagle3' is not known; known: ngram, suffix, draft_model"),
-        ({"num_speculative_tokens": 5}, "method=None is not known"),
-        ({"method": "ngram", "prompt_lookup_max": "4"}, "must be ints"),
-        ({"method": "ngram", 1: 2}, "does not take 1 here"),
-        ({"method": "ngram", "size": 8, "x": 1}, "'ngram' does not take size, x here"),
-        ({"method": "ngram", "num_speculative_tokens": 0}, "int in 1..4096"),
     ],
 )
 def test_what_is_not_known(value: Any, message: str) -> None:

@@ -54,13 +54,13 @@ LAYERS = {
         "columns",
         "adopt texts",
     ),
-    "config": ("vllm", "__init__"),
+    "config": ("__init__",),
     "drafting": (
         """_heap control._learning_numba control.cost_model control.source_backoff drafter
         sources.assistant.model sources.assistant.tokens sources.grammar.probe
         sources.grammar.vocabulary sources.grammar.whitespace sources.prediction_alignment
         sources.recycling_buckets topk""",
-        """_numba control.budget kept_costs sources._recycling_numba sources.assistant.growth
+        """_numba control.budget sources._recycling_numba sources.assistant.growth
         sources.grammar.growth sources.ngram sources.prediction user_drafter""",
         """in_use sources.assistant.drafter sources.grammar.refinement
         sources.pool sources.recycling uncompiled""",
@@ -85,7 +85,7 @@ LAYERS = {
         "constraints",
         "row_processors",
     ),
-    "model": ("experts facts prefix_tuning", "compiled numerics position_limits quantization"),
+    "model": ("facts", "numerics position_limits quantization"),
     "ngram_pool": (
         "jit matches",
         "compilation",
@@ -96,7 +96,7 @@ LAYERS = {
         "__init__",
     ),
     "kernels": (
-        "_attention_parts _launch cpu.fields cpu.llvm cpu.team data",
+        "_attention_parts cpu.fields cpu.llvm cpu.team data",
         "_common cpu.scalars cpu.vectors",
         """reference cpu._choice_numba cpu._elementwise_numba cpu._plan_numba
         cpu._products_numba tiles""",
@@ -104,7 +104,6 @@ LAYERS = {
         "cpu._program_numba",
         "cpu.program",
         "attention compact reject topk verify",
-        "ahead",
         "dispatch",
         "__init__",
     ),
@@ -120,7 +119,7 @@ LAYERS = {
     ),
     "runner": (
         """cuda.capture cuda.transfer flat masks non_finite passthrough_kwargs recurrent""",
-        "cuda.ahead cuda.state layout outputs",
+        "cuda.state layout outputs",
         "cuda.graph_set cuda.step host",
         "cuda.decision cuda.graphs prefill",
         "cuda.runner",

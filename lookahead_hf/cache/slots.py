@@ -123,7 +123,7 @@ class SlotGroup:
         used = int((lengths + counts).max())
         self.reserve(used, width)
         visible = max(used, self.extent.shown or 0)
-        # Where shapes are fixed, compiled code has no number of the host's in it either.
+        # Where shapes are fixed, rows of equal lengths take the same way as all others.
         if not is_flat and self.extent.shown is None and bool((lengths == lengths[0]).all()):
             self.block = Block(slice(used - width, used), None, visible)
             return

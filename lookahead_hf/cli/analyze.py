@@ -1,73 +1,61 @@
-"""`lookahead-hf analyze`: what speculation will bring for the user's prompts, and why."""
+"""`lookahead-hf analyze`: what speculation brings for the user's prompts, and why."""
 
 from __future__ import annotations
 
-import shlex
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
-import numpy as np
 
 from lookahead_hf.cli import env
-from lookahead_hf.cli.analysis.costs import (
-    OUR_TOKENS,
-    Costs,
-    curve_of,
-    length_class,
-    measure,
-    write,
-)
-from lookahead_hf.cli.analysis.prompts import OUTPUTS, Sample, read_samples
+from lookahead_hf.cli.analysis.prompts import Sample, read_samples
+from lookahead_hf.cli.analysis.report import DEFAULT, SETTINGS, Measured, findings, show
 from lookahead_hf.cli.comparison import Stage
-from lookahead_hf.cli.loading import load_tokenizer, model_name, open_model
-from lookahead_hf.cli.measuring import Call
+from lookahead_hf.cli.loading import open_model
+from lookahead_hf.cli.measuring import PLAIN, timed_call
 from lookahead_hf.cli.parsing import DTYPE, NEW_FILE, POSITIVE, Arguments, command, model_options
 from lookahead_hf.cli.screen import CommandError, PageScreen, Screen
-
-if TYPE_CHECKING:
-    from lookahead_hf.cli.analysis.estimate import Traced
-
-Prompted = list[tuple[Sample, dict[str, Any]]]
-"""Samples, each with its prompt as arguments of `generate`."""
+from lookahead_hf.config import SpeculativeConfig
 
 _EXAMPLES = """\
 examples:
   lookahead-hf analyze prompts.jsonl --model Qwen/Qwen3-0.6B --dtype bfloat16
-  lookahead-hf analyze logged.jsonl --model ./model --references --html report.html
-  lookahead-hf analyze logged.jsonl --model ./model --references --costs 0:1,8:1.1,64:1.3
+  lookahead-hf analyze prompts.jsonl --model ./model --sample 20 --html report.html
 
-A record: {"prompt": "...", "group": "tickets", "output": "..."}, or "messages" for "prompt".
+A record: {"prompt": "...", "group": "tickets"}, or "messages" for "prompt".
 """
 
 
 @command("analyze", _EXAMPLES)
 @click.argument("prompts", type=click.Path(path_type=Path))
-@click.option("--references", is_flag=True, help="replay the outputs of the file, generate none")
-@click.option(
-    "--costs",
-    callback=curve_of,
-    metavar="N:COST,...",
-    help="with --references: what a step costs by draft tokens, in plain steps, or 'assumed'; only "
-    "the tokenizer is loaded",
-)
 @click.option("--sample", type=POSITIVE, default=8, show_default=True, help="prompts per group")
 @click.option("--html", type=NEW_FILE, help="also write a web page")
 @model_options(new_tokens=128)
 @DTYPE
 def COMMAND(arguments: Arguments, screen: Screen) -> None:
-    """Predict what speculation brings for the prompts of a file.
+    """Measure what speculation brings for the prompts of a file.
 
-    PROMPTS is a file of JSON records or of one prompt per line. For every group of prompts the
-    command says how much faster this machine will generate, why, and with which settings.
+    PROMPTS is a file of JSON records or of one prompt per line. Each prompt is generated plainly
+    and with a few settings. For every group of prompts the command says how much faster this
+    machine generates, why, and with which settings.
     """
-    samples = _read(arguments)
-    from lookahead_hf.cli.analysis.report import findings, show  # seconds, as it needs torch
-
+    samples = read_samples(arguments.prompts, arguments.sample)
     page = PageScreen() if arguments.html else None
-    stage = _open(arguments, screen)
-    found = findings(*_analyse(stage, samples, arguments))
-    about = _about(stage, samples, arguments)
+    model, tokenizer = open_model(arguments, screen)
+    generation = {"max_new_tokens": arguments.new_tokens, "do_sample": False}
+    stage = Stage(model, tokenizer, generation, screen)
+    found = findings(_measure(stage, samples))
+    machine = env.machine(model)
+    basis = (
+        f"Greedy, batch 1, up to {arguments.new_tokens} new tokens, one call per prompt and setting"
+        ", prompts included; {model} in {dtype} on {device}."
+    )
+    about = {
+        "file": str(arguments.prompts),
+        "machine": machine,
+        "basis": basis.format(**machine),
+    }
     screen.result({"about": about, "groups": [finding.to_dict() for finding in found]})
     show(found, about, screen)
     if page is not None:
@@ -75,121 +63,29 @@ def COMMAND(arguments: Arguments, screen: Screen) -> None:
         arguments.html.write(page.to_html())
 
 
-def _read(arguments: Arguments) -> list[Sample]:
-    if arguments.costs is not None and not arguments.references:
-        raise CommandError("--costs needs --references: without outputs the model must generate.")
-    samples = read_samples(arguments.prompts, arguments.sample)
-    if arguments.references:
-        samples = [sample for sample in samples if sample.output]
-    if not samples:
-        raise CommandError(
-            f"{arguments.prompts} holds no outputs: give its records a text "
-            f"{' or '.join(f'`{name}`' for name in OUTPUTS)}, or leave out --references."
-        )
-    return samples
-
-
-def _open(arguments: Arguments, screen: Screen) -> Stage:
-    """Return the model, or None where costs are given, and its tokenizer."""
-    if arguments.costs is None:
-        model, tokenizer = open_model(arguments, screen)
-    else:
-        from lookahead_hf.drafting.session import compile_or_warn
-
-        model, tokenizer = None, load_tokenizer(model_name(arguments, screen), "--model")
-        with screen.task("compiling (once per installation)"):
-            compile_or_warn()
-    return Stage(model, tokenizer, {"max_new_tokens": arguments.new_tokens}, screen)
-
-
-def _analyse(
-    stage: Stage, samples: list[Sample], arguments: Arguments
-) -> tuple[list[Traced], dict[int, Costs]]:
-    """Return the texts with the steps that they take, and the costs by length of the prompt."""
-    from lookahead_hf.cli.analysis.estimate import SETTINGS, shortfall, trace
-
-    prompted: Prompted = [
-        (each, stage.encode(each.messages) | {"do_sample": False}) for each in samples
-    ]
-    costs, probes = _costs(stage, prompted, arguments.costs)
-    texts = _texts(stage, prompted, arguments.references)
-    if not texts:
+def _measure(stage: Stage, samples: list[Sample]) -> list[Measured]:
+    """Generate from every prompt plainly and with each setting."""
+    ways: Mapping[str, dict[str, Any]] = {
+        PLAIN: {"speculative": False},
+        **{
+            name: {"speculative": SpeculativeConfig(**fields, on_fallback="error")}
+            for name, fields in SETTINGS.items()
+        },
+    }
+    measured = []
+    with stage.screen.task("measuring", len(samples)) as report:
+        for done, sample in enumerate(samples):
+            inputs = {**stage.encode(sample.messages), **stage.generation}
+            if not done:  # the first calls prepare what later ones find
+                for name in (PLAIN, DEFAULT):
+                    timed_call(stage.model, inputs | ways[name])
+            shift = done % len(ways)  # the first way meets colder caches
+            turns = [*ways][shift:] + [*ways][:shift]
+            calls = {name: timed_call(stage.model, inputs | ways[name]) for name in turns}
+            if calls[DEFAULT].num_tokens > 1:
+                prompt = inputs["input_ids"][0].tolist()
+                measured.append(Measured(sample.group, prompt, calls))
+            report(done + 1)
+    if not measured:
         raise CommandError("All outputs have fewer than two tokens: there is nothing to speed up.")
-    with stage.screen.task("replaying", len(SETTINGS) * len(texts)) as report:
-        trace(probes, costs, OUR_TOKENS, lambda done: None)
-        trace(texts, costs, arguments.new_tokens, report)
-    for traced in texts:
-        same = [other for other in texts if other.text.family == traced.text.family]
-        traced.missing = shortfall(probes if arguments.references else same)
-    return texts, costs
-
-
-def _costs(
-    stage: Stage, prompted: Prompted, curve: dict[int, float] | None
-) -> tuple[dict[int, Costs], list[Traced]]:
-    """Return the costs by length of the prompt, and the texts of the calls that measured them."""
-    by_class: dict[int, Prompted] = {}
-    for sample, inputs in sorted(prompted, key=lambda each: each[1]["input_ids"].shape[1]):
-        length = length_class(inputs["input_ids"].shape[1])
-        by_class.setdefault(length, []).append((sample, inputs))
-    if curve is not None:
-        return {each: Costs(plain_step=1.0, steps=curve) for each in by_class}, []
-    costs, probes = {}, []
-    with stage.screen.task("measuring the costs of steps", len(by_class)) as report:
-        for done, (each, members) in enumerate(by_class.items(), 1):
-            sample, inputs = members[len(members) // 2]
-            costs[each], call = measure(stage.model, inputs)
-            probes.append(_traced(stage, sample, inputs, call))
-            report(done)
-    return costs, probes
-
-
-def _texts(stage: Stage, prompted: Prompted, references: bool) -> list[Traced]:
-    """Return the texts to replay: the file's outputs, or what the model writes speculatively."""
-    limit, texts = stage.generation["max_new_tokens"], []
-    label = "reading the outputs" if references else "generating"
-    with stage.screen.task(label, len(prompted)) as report:
-        for done, (sample, inputs) in enumerate(prompted, 1):
-            if references:
-                ids = stage.tokenizer(sample.output, add_special_tokens=False)["input_ids"]
-                end = stage.tokenizer.eos_token_id
-                call = Call(0.0, ((*ids, *([] if end is None else [end]))[:limit],))
-            else:
-                call = write(stage.model, inputs, limit)
-            if call.num_tokens > 1:
-                texts.append(_traced(stage, sample, inputs, call))
-            report(done)
-    return texts
-
-
-def _traced(stage: Stage, sample: Sample, inputs: dict[str, Any], call: Call) -> Traced:
-    """Return a text with what the model expects at its positions, if there is a model."""
-    from lookahead_hf.cli.analysis.estimate import Traced, likeliest
-    from lookahead_hf.cli.analysis.replay import Text
-
-    prompt, output = inputs["input_ids"][0].cpu().numpy(), np.array(call.rows[0])
-    expected = likeliest(stage.model, np.concatenate([prompt, output]))
-    text = Text(sample.group, 0, prompt, output, *expected)
-    return Traced(text, None if call.stats is None else call.stats.budget_histogram)
-
-
-def _about(stage: Stage, samples: list[Sample], arguments: Arguments) -> dict[str, Any]:
-    """Return what the numbers rest on, and a command that measures what they predict."""
-    machine = None if stage.model is None else env.machine(stage.model)
-    outputs = "those of the file" if arguments.references else "generated"
-    basis = f"Greedy, batch 1, up to {arguments.new_tokens} new tokens; outputs are {outputs}. "
-    if machine is None:
-        basis += (
-            "The model did not run. Costs of steps are given, not measured; the time for prompts "
-            "is left out, and so are drafts from the model's logits, which calls have as well."
-        )
-    else:
-        basis += "Costs were measured with {model} in {dtype} on {device}.".format(**machine)
-        if arguments.references:
-            basis += " Drafts from the model's logits are estimated."
-    model = f" --model {shlex.quote(arguments.model)}" if arguments.model else ""
-    limits = f"{model} --dtype {arguments.dtype} --new-tokens {arguments.new_tokens}"
-    file = f"--prompts {shlex.quote(str(arguments.prompts))} --limit {len(samples)}"
-    chats = any(sample.is_conversation for sample in samples)
-    line = f"lookahead-hf chat{limits}" if chats else f"lookahead-hf bench{limits} {file}"
-    return {"file": str(arguments.prompts), "machine": machine, "basis": basis, "command": line}
+    return measured

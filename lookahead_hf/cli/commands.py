@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import click
 
-from lookahead_hf.cli import analyze, bench, chat, demo, env, generate, pool, serve, trace
+from lookahead_hf.cli import analyze, bench, demo, env, generate, pool, serve, trace
 from lookahead_hf.cli.loading import is_out_of_memory
 from lookahead_hf.cli.parsing import VERSION, as_written
 from lookahead_hf.cli.screen import CommandError, write_any_character
@@ -23,12 +23,12 @@ examples:
   lookahead-hf env > environment.txt
 
 In a pipe or a file, stdout holds the text alone; everything else is on stderr. With --json, stdout
-holds the result as JSON (chat: one line per turn).
+holds the result as JSON.
 
 exit codes: 0 done, 1 failed with a message, 2 wrong usage, 130 interrupted
 """
 
-_MODULES = (demo, generate, trace, chat, serve, analyze, bench, pool, env)
+_MODULES = (demo, generate, trace, serve, analyze, bench, pool, env)
 _COMMANDS = [module.COMMAND for module in _MODULES]
 
 COMMANDS = click.Group(

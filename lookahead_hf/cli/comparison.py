@@ -63,16 +63,14 @@ def run_plain(stage: Stage, inputs: dict[str, Any]) -> Call:
     return _run(stage, inputs, LiveText(stage.tokenizer, stage.screen), {"speculative": False})
 
 
-def run_speculative(
-    stage: Stage, inputs: dict[str, Any], drafters: Sequence[Any] | None = None
-) -> Call:
+def run_speculative(stage: Stage, inputs: dict[str, Any]) -> Call:
     """Generate speculatively and show the text live, accepted tokens marked.
 
-    `drafters` replace those of the stage. ValueError if the call cannot be speculated.
+    ValueError if the call cannot be speculated.
     """
     recorder, config = StepRecorder(), stage.config
-    chosen = drafters or config.drafters or DEFAULT_DRAFTERS
-    config = replace(config, drafters=(*chosen, recorder), on_fallback="error")
+    drafters = (*(config.drafters or DEFAULT_DRAFTERS), recorder)
+    config = replace(config, drafters=drafters, on_fallback="error")
     text = LiveText(stage.tokenizer, stage.screen, recorder)
     call = _run(stage, inputs, text, {**stage.drafting, "speculative": config})
     assert call.stats is not None

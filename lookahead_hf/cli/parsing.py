@@ -86,7 +86,7 @@ CONFIG = click.option(
     "--config",
     callback=_config,
     metavar="JSON|FILE",
-    help="a preset, or fields of a SpeculativeConfig or of vLLM's speculative_config",
+    help="a preset, or fields of a SpeculativeConfig",
 )
 
 POOL = click.option("--pool", type=FILE, help="draft from this pool too; see `pool build`")

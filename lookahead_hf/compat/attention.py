@@ -20,7 +20,7 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface, PreTrainedModel
 
-from lookahead_hf.compat.forwards import mask_sources, text_config
+from lookahead_hf.compat.forwards import text_config
 from lookahead_hf.compat.states import STATE_ATTENTION, WITHOUT_ATTENTION
 from lookahead_hf.model_state import state_of
 
@@ -38,13 +38,13 @@ def configs_of(modules: Iterable[nn.Module]) -> list[Any]:
 def registry_configs(model: nn.Module, configs: Iterable[Any]) -> list[Any]:
     """Return the `configs` whose modules look the attention's name up in the registry.
 
-    Falcon's modules, sparse attention and some remote code compare it with the names that they
+    Falcon's modules and sparse attention, which has an indexer, compare it with the names that they
     know, and choose wrongly by any other.
     """
     state = state_of(model)
     if state.fixed_attention is None:
         parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-        compares = any("_attn_implementation in (" in each for each in mask_sources(model))
+        compares = any(part._modules.get("indexer") is not None for part in model.modules())
         fixed = {
             id(part.config) for part in parts if compares or not part._can_set_attn_implementation()
         }
@@ -129,16 +129,15 @@ def register_attention(name: str, function: Any, like: str) -> None:
 def mask_kinds(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the masks that the decoder takes as a dict, or of its single mask.
 
-    Models that mix layer types read `attention_mask[layer_type]` from a dict. Models of one layer
-    type build a sliding mask if their configuration has a window, else a causal one.
+    Models whose configuration has layer types read `attention_mask[layer_type]` from a dict. Others
+    build a sliding mask if it has a window, as their cache does, else a causal one.
     """
     config = text_config(model)
     if takes_mask_dict(model):
         kinds = {STATE_ATTENTION.get(kind, kind) for kind in config.layer_types}
         return tuple(sorted(kinds - WITHOUT_ATTENTION)) or ("full_attention",)
-    sliding = any("create_sliding_window_causal_mask" in each for each in mask_sources(model))
     windowed = getattr(config, "sliding_window", None) is not None
-    return ("sliding_attention",) if sliding and windowed else ("full_attention",)
+    return ("sliding_attention",) if windowed else ("full_attention",)
 
 
 def additive_mask(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -158,9 +157,11 @@ def window(model: nn.Module) -> int | None:
 
 
 def takes_mask_dict(model: nn.Module) -> bool:
-    """Return whether the decoder accepts a dict of masks by layer type."""
-    has_types = bool(getattr(text_config(model), "layer_types", None))
-    return has_types and any("attention_mask, dict)" in each for each in mask_sources(model))
+    """Return whether the decoder accepts a dict of masks by layer type.
+
+    All of transformers do that have layer types, but those without any attention.
+    """
+    return not set(getattr(text_config(model), "layer_types", None) or ()) <= WITHOUT_ATTENTION
 
 
 def crossing_layers(model: nn.Module) -> Sequence[int]:

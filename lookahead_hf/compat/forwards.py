@@ -1,10 +1,10 @@
-"""The arguments that a model's forward takes, and the source of forwards."""
+"""The arguments that a model's forward takes."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,6 @@ from transformers.generation import utils as generation_utils
 from transformers.utils import output_capturing
 
 from lookahead_hf.fallback import FallbackReason, Unserved
-from lookahead_hf.model_state import state_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +156,7 @@ def is_stock(model: Any) -> bool:
     kind, decoder = type(model), type(model.get_decoder())
     parts = [kind.forward, decoder.forward]
     parts += [kind.prepare_inputs_for_generation, kind._update_model_kwargs_for_generation]
-    return all(part.__module__.startswith("transformers.") for part in parts)
+    return all(str(part.__module__).startswith("transformers.") for part in parts)
 
 
 def text_config(model: Any) -> Any:
@@ -177,38 +176,6 @@ def encoded(model: Any, inputs: torch.Tensor, mask: torch.Tensor | None) -> Any:
 def encodes(model: Any) -> bool:
     """Return whether `generate` may run an encoder of texts, sounds or pictures first."""
     return bool(model.config.is_encoder_decoder or text_config(model) is not model.config)
-
-
-def mask_sources(model: nn.Module) -> list[str]:
-    """Return the sources of the forwards that handle masks, found once per model."""
-    state = state_of(model)
-    if state.mask_sources is None:
-        kinds: set[Any] = {type(module) for module in model.modules()}
-        state.mask_sources = [source for kind in kinds if (source := _mask_source(kind))]
-    return state.mask_sources
-
-
-def unreadable_forward(kinds: Iterable[Any]) -> str | None:
-    """Return the name of a class whose forward handles masks and whose source is missing, if any.
-
-    `exec` makes such classes, and so do installations without `.py` files.
-    """
-    return next((kind.__name__ for kind in kinds if _mask_source(kind) is None), None)
-
-
-@functools.lru_cache(maxsize=4096)
-def _mask_source(module_class: Any) -> str | None:
-    """Return the source of a forward that handles masks, "" for others, None if it is missing."""
-    try:
-        source = inspect.getsource(inspect.unwrap(module_class.forward))
-    except AttributeError:  # scripted by torch.jit, as no decoder of transformers is
-        return ""
-    except (OSError, TypeError):
-        try:
-            return None if "attention_mask" in _signature(module_class) else ""
-        except (TypeError, ValueError):  # compiled to machine code, without a signature
-            return None
-    return source if "attention_mask" in source else ""
 
 
 PROMPT_ONLY = frozenset(generation_utils.MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL) | {

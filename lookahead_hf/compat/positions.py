@@ -9,7 +9,7 @@ import transformers
 from packaging import version
 from torch import nn
 
-from lookahead_hf.compat.forwards import decoder_names, mask_sources, text_config
+from lookahead_hf.compat.forwards import decoder_names, text_config
 
 ROPE_NOTE = "rope_deltas"
 """Attribute in which `generate` keeps, for later calls, how positions differ from columns."""
@@ -70,11 +70,6 @@ def entries_of_columns(table: Any, columns: torch.Tensor, ids: torch.Tensor) -> 
         table.make_weights(most + table.offset, table.embedding_dim, table.padding_idx)
     places = torch.where(ids == table.padding_idx, table.padding_idx, places)
     return table.weights[places].detach()
-
-
-def counts_by_mask(model: Any) -> bool:
-    """Return whether a forward without given positions counts them from its mask."""
-    return any("cumsum(" in source for source in mask_sources(model))
 
 
 def has_relative_bias(module: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -56,23 +57,20 @@ def buffer(module: nn.Module, name: str) -> Any:
     return module._buffers[name]
 
 
-def compiled_calls(module: nn.Module) -> list[Any]:
-    """Return what `torch.compile` made of a module's forward."""
-    own = vars(module)
-    calls = own.get("_compiled_call_impl"), own.get("forward")
-    return [call for call in calls if compiled_from(call) is not None]
-
-
 def compiled_from(function: Any) -> Any:
-    """Return the function that `torch.compile` was given for this one, None for any other."""
-    return getattr(function, "_torchdynamo_orig_callable", None)
+    """Return the function that `torch.compile` was given for this one, None for any other.
+
+    A function around compiled code that was made by `functools.wraps` has the same attribute.
+    """
+    made_in = getattr(function, "__globals__", {}).get("__name__", "")
+    is_dynamos = made_in.startswith("torch._dynamo")
+    return getattr(function, "_torchdynamo_orig_callable", None) if is_dynamos else None
 
 
 def is_compiled_wrapper(module: nn.Module) -> bool:
     """Return whether a module is what `torch.compile` returned for another one."""
-    from torch._dynamo import OptimizedModule  # slow to load, but loaded where there is one
-
-    return isinstance(module, OptimizedModule)
+    dynamo: Any = sys.modules.get("torch._dynamo")  # slow to load, but loaded where there is one
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
 
 
 def wrapper_tensor(

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from lookahead_hf.config import vllm
 from lookahead_hf.utils.spelling import check_names, known_names, spelt_right
 
 BUILT_IN_DRAFTERS = ("ngram", "recycling", "prediction", "pool", "assistant", "mtp")
@@ -22,8 +21,6 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "default": {},
         "prompt_lookup": {"drafters": ("ngram",)},
-        "recycling": {"drafters": ("recycling",)},
-        "assistant": {"drafters": ("assistant",)},
     }
 )
 """Names for settings that are often used, and the fields that each name sets."""
@@ -140,10 +137,7 @@ class SpeculativeConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SpeculativeConfig:
-        """Build a configuration from the dict that `to_dict` returned, or from one of vLLM's.
-
-        vLLM's `speculative_config` has a `method` ("ngram", "suffix", "draft_model" or "mtp") and
-        usually `num_speculative_tokens`. A log message says how it is read.
+        """Build a configuration from the dict that `to_dict` returned.
 
         Raises:
             ValueError: A field is unknown, holds an object instead of a JSON value, or has a value
@@ -151,8 +145,6 @@ class SpeculativeConfig:
         """
         if not isinstance(values, Mapping):
             raise ValueError(f"a speculative configuration is built from a dict, not {values!r}")
-        if vllm.is_vllm(values):
-            values = vllm.fields_of(values)
         names = (each.name for each in dataclasses.fields(cls))
         check_names(cls.__name__, values, names, ValueError)
         for name, value in values.items():

@@ -239,7 +239,6 @@ class DraftSession:
             if self._begun:
                 self._ensemble.end(rows)  # also after a failure: sources hold resources
                 self._memory.rates.merge(self._calibration, self._sources, self._limits.do_sample)
-                self._memory.keep_costs()
         finally:
             in_use.release(self._sources)
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from lookahead_hf.kernels.data import PathTable, RowScan, TopRows, TreeWalk, Wanted
-from lookahead_hf.kernels.dispatch import (
+from lookahead_hf.kernels.data import (
     MAX_ATTENTION_NODES,
     MAX_HEAD_DIM,
+    PathTable,
+    RowScan,
+    TopRows,
+    TreeWalk,
+    Wanted,
+)
+from lookahead_hf.kernels.dispatch import (
     argmax,
     backend,
     compact_on_host,

@@ -4,11 +4,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
-
-from lookahead_hf.kernels._launch import launch
 
 LOWEST_KEY = tl.constexpr(-(2**31))
 """Below the key of every score, minus infinity included: masked lanes carry it and never win."""
@@ -71,6 +72,13 @@ def places(width: int) -> int:
 @triton.jit
 def _trial_kernel(out_ptr):
     tl.store(out_ptr, 1)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], on: torch.Tensor, **arguments: Any) -> None:
+    """Launch a kernel on the device of a tensor."""
+    # Triton 3.9 warns without `enable_fp_fusion`, and 3.10 has the other default.
+    with torch.cuda.device(on.device) if on.is_cuda else nullcontext():
+        kernel[grid](**arguments, enable_fp_fusion=True)
 
 
 def try_launch(device: torch.device) -> None:

@@ -42,7 +42,8 @@ from lookahead_hf.kernels._attention_parts import (
     tail_start,
     tile_sizes,
 )
-from lookahead_hf.kernels._launch import device_of, launch
+from lookahead_hf.kernels._common import launch
+from lookahead_hf.kernels.data import MAX_ATTENTION_NODES, MAX_HEAD_DIM
 
 
 @triton.jit(do_not_specialize=["nodes", "window", "num_columns"])
@@ -236,10 +237,37 @@ def tree_attention(
     sinks: torch.Tensor | None = None,  # [heads]
     by_length: bool = False,
 ) -> torch.Tensor:
-    """See `dispatch.tree_attention`."""
+    """Attend from a draft tree's nodes to the prefix of their row and to their ancestors.
+
+    Token `i` of a row's prefix is in slot `i`, node `i` in slot `lengths[row] + i`; later slots are
+    not read. A node has the same bits in every tree, as long as the capacity `slots` and the number
+    of nodes do not change, unless `by_length` is set.
+
+    Args:
+        q: Queries, [rows, heads, nodes, dim], last stride 1, nodes at most 64.
+        k: Keys, [rows, kv_heads, slots, dim], last stride 1; `heads` is a multiple of `kv_heads`.
+        v: Values, [rows, kv_heads, slots, v_dim], last stride 1.
+        lengths: Slots of each row before node 0, [rows] integers.
+        ancestors: Bit `j` of a node's word is set if node `j` is an ancestor of it, or itself,
+            [rows, nodes] int64.
+        scale: Factor of the scores.
+        window: Read only keys whose column is less than this before the node's; 0 for all.
+        columns: Columns of the first slots of each row if they are not `slot + pads`, ascending,
+            [rows, any] integers.
+        pads: Column less slot for all further tokens, needed with `columns`, [rows] integers.
+        softcap: Limit c of the scores, `c * tanh(score / c)`; 0 for none.
+        sinks: Score of each head that takes part in the softmax without a value, [heads].
+        by_length: Whether programs share the prefix of each row, rather than its slots: as fast in
+            a cache that is mostly empty.
+
+    Returns:
+        [rows, nodes, heads, v_dim] in the dtype of `q`.
+    """
     rows, heads, nodes, dim = q.shape
     kv_heads, slots, v_dim = v.shape[1:]
-    group, device = heads // kv_heads, device_of(q)
+    assert (columns is None) or (pads is not None), "columns need pads"
+    assert nodes <= MAX_ATTENTION_NODES and max(dim, v_dim) <= MAX_HEAD_DIM
+    group, device = heads // kv_heads, q.device
     tile = tile_sizes(nodes * group, max(dim, v_dim), q.dtype, is_rdna(device))
     tiles = triton.cdiv(nodes * group, tile["QUERIES"])
     split_keys = keys_per_split(slots, rows * kv_heads * tiles, device)

@@ -14,8 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lookahead_hf.kernels._common import places
-from lookahead_hf.kernels._launch import launch
+from lookahead_hf.kernels._common import launch, places
 from lookahead_hf.kernels.data import PathTable
 
 _WORD = {1: tl.uint8, 2: tl.int16, 4: tl.int32}

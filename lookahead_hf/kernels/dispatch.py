@@ -1,28 +1,26 @@
-"""The one place that chooses between a Triton kernel and its torch twin."""
+"""The one place that chooses between a Triton kernel and its torch twin.
+
+The twins in `reference.py` document the arguments; `tree_attention` has none.
+"""
 
 from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable, Mapping
 from functools import lru_cache
+from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
 
 from lookahead_hf.kernels import reference
 from lookahead_hf.kernels.cpu import program
-from lookahead_hf.kernels.data import PathTable, RowScan, TopRows, TreeWalk, Wanted
+from lookahead_hf.kernels.data import PathTable, TopRows, TreeWalk
 from lookahead_hf.ngram_pool import compilation
-
-MAX_ATTENTION_NODES = 64
-"""Nodes of a row in `tree_attention`, node 0 included: one bit each in the ancestor words."""
-
-MAX_HEAD_DIM = 256
-"""Largest head of `tree_attention`."""
-
-MAX_FUSED_K = 64
-"""Largest k of the kernel of `topk_rows`, a program of which holds k tiles at once."""
 
 _VARIABLE = "LOOKAHEAD_HF_BACKEND"
 
@@ -89,79 +87,37 @@ def _has_triton(device: torch.device) -> bool:
     return True
 
 
-def verify_tree(
-    scores: torch.Tensor,
-    tokens: torch.Tensor,
-    parents: torch.Tensor,
-    num_nodes: torch.Tensor,
-    noise: torch.Tensor | None = None,
-    depth: torch.Tensor | None = None,
-    keep_scan: bool = False,
-) -> TreeWalk:
-    """Choose a token at every node of a draft tree, and walk down while a child holds it.
-
-    Without `noise` the token at a node is `argmax(scores)`. With it, `scores` are probabilities and
-    the token is `argmax(scores / noise[depth])`, as `torch.multinomial` computes it. NaN and ties
-    are treated as in `torch.argmax`.
-
-    Args:
-        scores: Logits or probabilities after every node, [rows, 1 + nodes, vocab].
-        tokens: Node 0 is the row's last token, then its drafted tokens, [rows, 1 + nodes] integers.
-        parents: Parent of each node in the same numbering, before its children, -1 for node 0,
-            [rows, 1 + nodes] integers.
-        num_nodes: Drafted nodes of each row, node 0 not counted, [rows] integers.
-        noise: One block of noise per depth, [rows, depths, vocab] float32.
-        depth: Depth of each node, 0 for node 0, needed with `noise`, [rows, 1 + nodes] integers.
-        keep_scan: Whether to keep what saves `topk_rows` its pass over the same scores; without
-            noise only.
-
-    Returns:
-        The accepted paths. The bonus token is the one chosen at the last node of the path.
-    """
-    assert (noise is None) == (depth is None), "noise and depth go together"
-    assert noise is None or not keep_scan, "scores divided by noise are of no use to topk_rows"
-    given = scores, tokens, parents, num_nodes, noise, depth
-    if backend(scores.device) == "triton":
-        from lookahead_hf.kernels import verify
-
-        return verify.verify_tree(*given, keep_scan)
-    return reference.verify_tree(*given)
+KERNELS: Mapping[str, tuple[str, ModuleType | None]] = {
+    "verify_tree": ("verify", reference),
+    "reject_tree": ("reject", reference),
+    "compact_path": ("compact", reference),
+    "topk_rows": ("topk", reference),
+    "tree_attention": ("attention", None),
+}
+"""The module of each Triton kernel, and that of its twin, if there is one."""
 
 
-def reject_tree(
-    probs: torch.Tensor,
-    draft_probs: torch.Tensor,
-    tokens: torch.Tensor,
-    parents: torch.Tensor,
-    num_nodes: torch.Tensor,
-    uniforms: torch.Tensor,
-    noise: torch.Tensor,
-) -> TreeWalk:
-    """Walk down a draft tree by rejection sampling: what is emitted is distributed as `probs`.
+def kernel(name: str, device: torch.device) -> Callable[..., Any]:
+    """Return the Triton kernel of that name, or its twin if torch serves the device."""
+    kernels, module = KERNELS[name]
+    if backend(device) == "triton":
+        module = import_module(f"{__package__}.{kernels}")
+    assert module is not None, "without Triton, attend under a mask"
+    chosen: Callable[..., Any] = getattr(module, name)
+    return chosen
 
-    A child is accepted with probability `min(1, p / q)`. Where it is rejected, the next sibling is
-    tried on the residual `max(p - q, 0)`; where none is left, the recovered token is drawn from it.
-    Where the path ends in a leaf, the bonus token is drawn from the target's distribution there.
 
-    Args:
-        probs: The target's distribution after every node, [rows, 1 + nodes, vocab] float32.
-        draft_probs: What each drafted node was drawn from, node `1 + i` at index `i`; one token at
-            1.0 for a draft without probabilities, [rows, nodes, vocab] float32.
-        tokens: As in `verify_tree`, and so are `parents` and `num_nodes`.
-        parents: As there.
-        num_nodes: As there.
-        uniforms: A random number of [0, 1) for each drafted node, [rows, nodes] float32.
-        noise: Exponential noise, which decides the last token of each row, [rows, vocab] float32.
+def _dispatched(name: str) -> Callable[..., Any]:
+    def call(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return kernel(name, first.device)(first, *args, **kwargs)
 
-    Returns:
-        The accepted paths, without `best`; `bonus` holds the bonus or the recovered token.
-    """
-    given = probs, draft_probs, tokens, parents, num_nodes, uniforms, noise
-    if backend(probs.device) == "triton":
-        from lookahead_hf.kernels import reject
+    return call
 
-        return reject.reject_tree(*given)
-    return reference.reject_tree(*given)
+
+verify_tree: Callable[..., TreeWalk] = _dispatched("verify_tree")
+reject_tree: Callable[..., TreeWalk] = _dispatched("reject_tree")
+topk_rows: Callable[..., TopRows] = _dispatched("topk_rows")
+tree_attention: Callable[..., torch.Tensor] = _dispatched("tree_attention")
 
 
 def compact_path(
@@ -184,12 +140,7 @@ def compact_path(
     for part in table.by_device:
         device = part.tensors[0].device
         local = [tensor.to(device, non_blocking=True) for tensor in (lengths, path, num_kept)]
-        if backend(device) == "triton":
-            from lookahead_hf.kernels import compact
-
-            compact.compact_path(part, *local)
-        else:
-            reference.compact_path(part, *local)
+        kernel("compact_path", device)(part, *local)
 
 
 def compact_on_host(
@@ -220,78 +171,3 @@ def argmax(scores: torch.Tensor) -> int:
     if is_ready and scores.is_contiguous():
         return program.argmax(scores)
     return int(scores.float().numpy().argmax())
-
-
-def topk_rows(
-    logits: torch.Tensor, k: int, scan: RowScan | None = None, wanted: Wanted | None = None
-) -> TopRows:
-    """Find the `k` best entries of every row, best first, and the `logsumexp` of the row.
-
-    Args:
-        logits: Scores, [rows, vocab].
-        k: How many, at most the size of the vocabulary.
-        scan: `TreeWalk.scan` of these scores, if `verify_tree` kept it. Results for rows of
-            padding are then undefined.
-        wanted: Limits below `k` for rows that are the nodes of a step's trees. Entries beyond a
-            row's limit are undefined, and a kernel skips them.
-
-    Returns:
-        Values, [rows, k] float32, token ids, [rows, k] int64, and sums, [rows] float32.
-    """
-    assert k <= logits.shape[1], "a row has fewer entries"
-    if backend(logits.device) == "triton" and k <= MAX_FUSED_K:
-        from lookahead_hf.kernels import topk
-
-        return topk.topk_rows(logits, k, scan, wanted)
-    return reference.topk_rows(logits, k)
-
-
-def tree_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lengths: torch.Tensor,
-    ancestors: torch.Tensor,
-    scale: float,
-    window: int = 0,
-    columns: torch.Tensor | None = None,
-    pads: torch.Tensor | None = None,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    by_length: bool = False,
-) -> torch.Tensor:
-    """Attend from a draft tree's nodes to the prefix of their row and to their ancestors.
-
-    Token `i` of a row's prefix is in slot `i`, node `i` in slot `lengths[row] + i`; later slots are
-    not read. A node has the same bits in every tree, as long as the capacity `slots` and the number
-    of nodes do not change, unless `by_length` is set. There is no twin: without Triton, attend
-    under a mask.
-
-    Args:
-        q: Queries, [rows, heads, nodes, dim], last stride 1, nodes at most 64.
-        k: Keys, [rows, kv_heads, slots, dim], last stride 1; `heads` is a multiple of `kv_heads`.
-        v: Values, [rows, kv_heads, slots, v_dim], last stride 1.
-        lengths: Slots of each row before node 0, [rows] integers.
-        ancestors: Bit `j` of a node's word is set if node `j` is an ancestor of it, or itself,
-            [rows, nodes] int64.
-        scale: Factor of the scores.
-        window: Read only keys whose column is less than this before the node's; 0 for all.
-        columns: Columns of the first slots of each row if they are not `slot + pads`, ascending,
-            [rows, any] integers.
-        pads: Column less slot for all further tokens, needed with `columns`, [rows] integers.
-        softcap: Limit c of the scores, `c * tanh(score / c)`; 0 for none.
-        sinks: Score of each head that takes part in the softmax without a value, [heads].
-        by_length: Whether programs share the prefix of each row, rather than its slots: as fast in
-            a cache that is mostly empty.
-
-    Returns:
-        [rows, nodes, heads, v_dim] in the dtype of `q`.
-    """
-    assert (columns is None) or (pads is not None), "columns need pads"
-    assert backend(q.device) == "triton", "without Triton, attend under a mask"
-    assert q.shape[2] <= MAX_ATTENTION_NODES and max(q.shape[3], v.shape[3]) <= MAX_HEAD_DIM
-    from lookahead_hf.kernels import attention
-
-    return attention.tree_attention(
-        q, k, v, lengths, ancestors, scale, window, columns, pads, softcap, sinks, by_length
-    )

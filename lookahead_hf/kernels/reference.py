@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from lookahead_hf.kernels.data import PathTable, TopRows, TreeWalk
+from lookahead_hf.kernels.data import PathTable, RowScan, TopRows, TreeWalk, Wanted
 
 
 def verify_tree(
@@ -19,8 +19,30 @@ def verify_tree(
     num_nodes: torch.Tensor,  # [rows]
     noise: torch.Tensor | None = None,  # [rows, depths, vocab]
     depth: torch.Tensor | None = None,  # [rows, 1 + nodes]
+    keep_scan: bool = False,
 ) -> TreeWalk:
-    """See `dispatch.verify_tree`; there is no scan to keep."""
+    """Choose a token at every node of a draft tree, and walk down while a child holds it.
+
+    Without `noise` the token at a node is `argmax(scores)`. With it, `scores` are probabilities and
+    the token is `argmax(scores / noise[depth])`, as `torch.multinomial` computes it. NaN and ties
+    are treated as in `torch.argmax`.
+
+    Args:
+        scores: Logits or probabilities after every node, [rows, 1 + nodes, vocab].
+        tokens: Node 0 is the row's last token, then its drafted tokens, [rows, 1 + nodes] integers.
+        parents: Parent of each node in the same numbering, before its children, -1 for node 0,
+            [rows, 1 + nodes] integers.
+        num_nodes: Drafted nodes of each row, node 0 not counted, [rows] integers.
+        noise: One block of noise per depth, [rows, depths, vocab] float32.
+        depth: Depth of each node, 0 for node 0, needed with `noise`, [rows, 1 + nodes] integers.
+        keep_scan: Whether the kernel keeps what saves `topk_rows` its pass over the same scores;
+            without noise only.
+
+    Returns:
+        The accepted paths. The bonus token is the one chosen at the last node of the path.
+    """
+    assert (noise is None) == (depth is None), "noise and depth go together"
+    assert noise is None or not keep_scan, "scores divided by noise are of no use to topk_rows"
     width = scores.shape[1]
     if noise is not None and depth is not None:
         row = torch.arange(len(scores), device=scores.device)[:, None]
@@ -57,7 +79,25 @@ def reject_tree(
     uniforms: torch.Tensor,  # [rows, nodes]
     noise: torch.Tensor,  # [rows, vocab]
 ) -> TreeWalk:
-    """See `dispatch.reject_tree`."""
+    """Walk down a draft tree by rejection sampling: what is emitted is distributed as `probs`.
+
+    A child is accepted with probability `min(1, p / q)`. Where it is rejected, the next sibling is
+    tried on the residual `max(p - q, 0)`; where none is left, the recovered token is drawn from it.
+    Where the path ends in a leaf, the bonus token is drawn from the target's distribution there.
+
+    Args:
+        probs: The target's distribution after every node, [rows, 1 + nodes, vocab] float32.
+        draft_probs: What each drafted node was drawn from, node `1 + i` at index `i`; one token at
+            1.0 for a draft without probabilities, [rows, nodes, vocab] float32.
+        tokens: As in `verify_tree`, and so are `parents` and `num_nodes`.
+        parents: As there.
+        num_nodes: As there.
+        uniforms: A random number of [0, 1) for each drafted node, [rows, nodes] float32.
+        noise: Exponential noise, which decides the last token of each row, [rows, vocab] float32.
+
+    Returns:
+        The accepted paths, without `best`; `bonus` holds the bonus or the recovered token.
+    """
     packed = []
     for row, (row_tokens, row_parents, count) in enumerate(
         zip(tokens.tolist(), parents.tolist(), num_nodes.tolist(), strict=True)
@@ -97,7 +137,24 @@ def compact_path(
         tensor[row, target] = tensor[row, source]
 
 
-def topk_rows(logits: torch.Tensor, k: int) -> TopRows:
-    """See `dispatch.topk_rows`; among equal entries any may be chosen."""
+def topk_rows(
+    logits: torch.Tensor,  # [rows, vocab]
+    k: int,
+    scan: RowScan | None = None,
+    wanted: Wanted | None = None,
+) -> TopRows:
+    """Find the `k` best entries of every row, best first, and the `logsumexp` of the row.
+
+    Args:
+        logits: Scores, [rows, vocab].
+        k: How many, at most the size of the vocabulary.
+        scan: `TreeWalk.scan` of these scores, if `verify_tree` kept it. Results for rows of
+            padding are then undefined.
+        wanted: Limits below `k` for rows that are the nodes of a step's trees. Entries beyond a
+            row's limit are undefined, and a kernel skips them.
+
+    Returns:
+        Values, [rows, k] float32, token ids, [rows, k] int64, and sums, [rows] float32.
+    """
     best = logits.topk(k, dim=1)
     return TopRows(best.values.float(), best.indices, logits.float().logsumexp(1))

@@ -29,10 +29,10 @@ from lookahead_hf.kernels._common import (
     LOWEST_KEY,
     LOWEST_PACKED,
     best_of,
+    launch,
     order_key,
     packed_index,
 )
-from lookahead_hf.kernels._launch import launch
 from lookahead_hf.kernels.data import TreeWalk
 
 _BLOCK = 4096
@@ -142,7 +142,7 @@ def reject_tree(
     uniforms: torch.Tensor,  # [rows, nodes]
     noise: torch.Tensor,  # [rows, vocab]
 ) -> TreeWalk:
-    """See `dispatch.reject_tree`."""
+    """See `reference.reject_tree`."""
     rows, width, vocab = probs.shape
     probs = probs if probs.stride(2) == 1 else probs.contiguous()
     draft_probs = draft_probs if draft_probs.stride(2) == 1 else draft_probs.contiguous()

@@ -19,10 +19,10 @@ from lookahead_hf.kernels._common import (
     LOWEST_KEY,
     best_of,
     finite,
+    launch,
     order_key,
     packed_score,
 )
-from lookahead_hf.kernels._launch import launch
 from lookahead_hf.kernels.data import RowScan
 
 PART = 256

@@ -18,18 +18,22 @@ import torch
 import triton
 import triton.language as tl
 
+from lookahead_hf.kernels import reference
 from lookahead_hf.kernels._common import (
     LOWEST_KEY,
     LOWEST_PACKED,
     finite,
+    launch,
     order_key,
     pack,
     packed_index,
     packed_score,
 )
-from lookahead_hf.kernels._launch import launch
 from lookahead_hf.kernels.data import RowScan, TopRows, Wanted
 from lookahead_hf.kernels.tiles import PART, tile_best
+
+MAX_FUSED_K = 64
+"""Largest k of the kernel, a program of which holds k tiles at once; torch finds more."""
 
 _MOST_FOR_EIGHT_WARPS = 8192
 """Most candidates that eight warps hold in registers."""
@@ -126,7 +130,9 @@ def topk_rows(
     scan: RowScan | None = None,
     wanted: Wanted | None = None,
 ) -> TopRows:
-    """See `dispatch.topk_rows`; entries that are not wanted have the id -1."""
+    """See `reference.topk_rows`; entries that are not wanted have the id -1."""
+    if k > MAX_FUSED_K:
+        return reference.topk_rows(logits, k)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     rows, vocab = logits.shape
     ranks = triton.next_power_of_2(k)

@@ -19,8 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lookahead_hf.kernels._common import LOWEST_PACKED, packed_index, places
-from lookahead_hf.kernels._launch import launch
+from lookahead_hf.kernels._common import LOWEST_PACKED, launch, packed_index, places
 from lookahead_hf.kernels.data import TreeWalk
 from lookahead_hf.kernels.tiles import tile_best
 
@@ -82,7 +81,7 @@ def verify_tree(
     depth: torch.Tensor | None = None,  # [rows, 1 + nodes]
     keep_scan: bool = False,
 ) -> TreeWalk:
-    """See `dispatch.verify_tree`."""
+    """See `reference.verify_tree`."""
     rows, width, _ = scores.shape
     scan = tile_best(scores, num_nodes, noise, depth, parts=keep_scan)
     best = torch.empty(rows, width, dtype=torch.int64, device=scores.device)

@@ -1,1 +1,1 @@
-"""Facts about a model: its positions, virtual tokens, compiled forwards, numerics."""
+"""Facts about a model: its positions, numerics."""

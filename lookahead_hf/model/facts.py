@@ -21,7 +21,7 @@ class ModelFacts:
 
     def __init__(self, model: Any, modules: Sequence[nn.Module]) -> None:
         """Read a model, given all of its modules."""
-        self.key = _key(model)  # changes if class, configuration, mode, compiled calls or hooks do
+        self.key = _key(model)  # changes if class, configuration, mode or hooks do
         self.attention_configs = compat.configs_of(modules)
         kinds = {type(module) for module in modules}
         found = [each for m in modules for each in compat.parameters_of(m).values()]
@@ -31,11 +31,9 @@ class ModelFacts:
         self.module_kinds = {f"{kind.__module__}.{kind.__name__}" for kind in kinds}
         self.has_odd_weights = not {type(parameter) for parameter in own} <= {nn.Parameter}
         self.has_experts = any("Expert" in kind.__name__ for kind in kinds)
-        self.is_compiled = any(map(compat.compiled_calls, modules))
         self.is_hooked = any(map(compat.is_hooked, modules))  # by the caller
         windowed = any(map(compat.is_windowed_by_slot, modules))
         self.needs_columns = windowed or compat.counts_positions(model)
-        self.unreadable = compat.unreadable_forward(kinds)
         # Weakly, since a module may refer to the model, too.
         self._mixers = [ref(module) for module in modules if compat.is_mixer(module)]
 
@@ -66,5 +64,4 @@ def facts_of(model: nn.Module) -> ModelFacts:
 
 
 def _key(model: Any) -> tuple[Any, ...]:
-    calls = len(compat.compiled_calls(model))
-    return id(type(model)), id(model.config), model.training, calls, compat.is_hooked(model)
+    return id(type(model)), id(model.config), model.training, compat.is_hooked(model)

@@ -8,16 +8,15 @@ import torch
 
 from lookahead_hf import compat
 from lookahead_hf.fallback import FallbackReason, Unserved
-from lookahead_hf.model import prefix_tuning
 
 
 def of_prompt(
     model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any]
 ) -> torch.Tensor | None:
     """Return the position ids of the decoder's prompt, [..., rows, columns], None without them."""
-    name, before = compat.decoder_names(model).positions, prefix_tuning.of_model(model)
-    if name is None or before.by_column:
-        return before.count + torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+    name = compat.decoder_names(model).positions
+    if name is None:
+        return torch.arange(input_ids.shape[1], device=input_ids.device)[None]
     if model_kwargs.get(name) is None:
         return None
     given = compat.prepared_positions(model, name, input_ids, model_kwargs)
@@ -25,7 +24,7 @@ def of_prompt(
         mask = model_kwargs.get(compat.decoder_names(model).mask)
         columns = (input_ids if mask is None else mask).shape[1]  # the caller's cache included
         given = torch.arange(columns, device=input_ids.device)[None]
-    return given + before.count
+    return given
 
 
 def check_length(model: Any, position_ids: torch.Tensor, num_columns: int, num_new: int) -> None:

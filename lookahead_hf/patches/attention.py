@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from lookahead_hf import compat
-from lookahead_hf.model import compiled
 from lookahead_hf.model.facts import facts_of
 from lookahead_hf.patches import tree_attention, trust
 from lookahead_hf.patches.forward import ForwardContext, current
@@ -58,11 +57,7 @@ def _replaced(model: nn.Module) -> tuple[str, ...]:
 
     Eager attention is each modelling file's own. It is replaced only where flash attention could
     stand for it (soft-capped scores and sinks, which sdpa lacks) and where our kernel may attend.
-    Compiled models are left alone: they were traced for the original attention and cannot read
-    per-step state.
     """
-    if compiled.is_compiled(model):
-        return ()
     own = own_name(compat.text_config(model))
     if own and compat.is_flash(compat.attention_function(own)):
         return ("sdpa", own)

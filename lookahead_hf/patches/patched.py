@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 
 from torch import nn
 
+from lookahead_hf import compat
 from lookahead_hf.model_state import state_of
 from lookahead_hf.patches import attention, implicit_positions, mixers
 from lookahead_hf.patches.install import set_own, shared_change
@@ -15,7 +17,8 @@ from lookahead_hf.patches.install import set_own, shared_change
 def patched(model: nn.Module) -> AbstractContextManager[None]:
     """Return a context in which our forwards of a model follow their `ForwardContext`.
 
-    All other forwards, such as those of other threads meanwhile, are the model's own.
+    All other forwards, such as those of other threads meanwhile, are the model's own. What was
+    given to `torch.compile` runs uncompiled.
     """
     state = state_of(model)
     undo, configs = state.patches, attention.configs_of(model)
@@ -23,6 +26,7 @@ def patched(model: nn.Module) -> AbstractContextManager[None]:
     def put() -> None:
         attention.put_under(model, configs)
         if not undo:
+            _take_out_compiled(model, undo)
             give = partial(set_own, undo)
             implicit_positions.put_under(model, give)
             mixers.put_under(model, give)
@@ -34,3 +38,21 @@ def patched(model: nn.Module) -> AbstractContextManager[None]:
             undo.pop()
 
     return shared_change(state.patch_users, put, take_out)
+
+
+def _take_out_compiled(model: nn.Module, undo: list[Callable[[], None]]) -> None:
+    """Have a model run what `torch.compile` was given, and add to `undo` what reverts it.
+
+    Compiled code is specialised to shapes, and those of drafts differ from step to step.
+    """
+    for module in model.modules():
+        own = vars(module)
+        for name in (compat.CALL, "forward"):
+            compiled = own.get(name)
+            given = compat.compiled_from(compiled)
+            if given is None:
+                continue
+            undo.append(partial(own.__setitem__, name, compiled))  # first, for interrupts
+            del own[name]
+            if name == "forward" and module.forward != given:
+                own[name] = given

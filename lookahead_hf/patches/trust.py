@@ -17,7 +17,6 @@ from torch.nn import functional
 
 from lookahead_hf import compat, kernels
 from lookahead_hf.call import execution
-from lookahead_hf.model import compiled
 
 _STOCK = [
     (own, name, getattr(own, name))
@@ -77,8 +76,6 @@ def blockers_of(module: nn.Module) -> Iterator[str]:
         yield execution.HOOKS
     if compat.is_offloaded(module):
         yield execution.OFFLOADED
-    if compiled.captures_graphs(module):
-        yield execution.OWN_GRAPHS
     if _is_replaced(module):
         yield execution.REPLACED
 
@@ -262,19 +259,14 @@ def _attention_functions() -> tuple[Any, ...]:
 def _is_replaced(module: nn.Module) -> bool:
     """Return whether a module object has a forward of its own that no graph may stand for.
 
-    A graph may stand for the class's forward, compiled, and for the fused kernels that Liger-Kernel
+    A graph may stand for what `torch.compile` wrapped, and for the fused kernels that Liger-Kernel
     and the kernels hub (`use_kernels=True`) put there: they know nothing but the module and their
     arguments. The snapshot's key holds which forward it is.
     """
     own = vars(module).get("forward")
     if own is None or _is_fused(module, own):
         return False
-    inner = compat.compiled_from(own)
-    if inner is None:
-        return True
-    owner, function = getattr(inner, "__self__", None), getattr(inner, "__func__", None)
-    is_own = owner is module and function is type(module).forward
-    return not (is_own or compat.is_compiled_wrapper(module))
+    return not compat.is_compiled_wrapper(module)
 
 
 def _is_fused(module: nn.Module, forward: Any) -> bool:

@@ -13,7 +13,7 @@ from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.cache.columns import ColumnCache
 from lookahead_hf.call import execution
 from lookahead_hf.draft import DraftTree, Verdict, place_in_row
-from lookahead_hf.model import compiled, numerics
+from lookahead_hf.model import numerics
 from lookahead_hf.model.facts import facts_of
 from lookahead_hf.model_state import state_of
 from lookahead_hf.patches.forward import ForwardContext, running
@@ -67,7 +67,7 @@ class Runner:
         self.model = model
         self.num_rows = num_rows
         self.beginning: Beginning | None = None
-        self._shape, self._is_compiled = shape, compiled.is_compiled(model)
+        self._shape = shape
         self.by_kernel = Counter[bool]() if shape is not None and shape.by_kernel else None
         self.is_flat = flat
         self.steps = steps
@@ -128,7 +128,7 @@ class Runner:
     @property
     def trims(self) -> bool:
         """Whether layers with a window hold no more than that."""
-        return self._shape is None and not self._is_compiled
+        return self._shape is None
 
     @property
     def cache(self) -> ColumnCache:
@@ -144,8 +144,7 @@ class Runner:
     @property
     def sizes(self) -> tuple[int, ...] | None:
         """Numbers of nodes that drafts are padded to, from 0 on; None if they are not padded."""
-        is_padded = self._is_compiled and self._shape is None
-        return node_counts(compiled.WIDTHS) if is_padded else None
+        return None
 
     @property
     def step_is_typical(self) -> bool:
@@ -219,9 +218,6 @@ class Runner:
         width = 1 + draft.max_nodes
         if self._shape is not None:
             width = max(width, self._shape.width)
-        elif self._is_compiled:
-            width = compiled.width_for(width)
-            compiled.make_room(self.cache.slots, self.cache.slots.longest + width)
         # Without columns of a prompt, each row counts from the beginning of its text.
         ahead = (rows.num_emitted if self.cache.num_columns else rows.lengths) - 1
         # A finished row may already be at the last learned position and must not move past it.
@@ -323,8 +319,3 @@ class Runner:
         if self.recurrent is not None:
             self.recurrent.keep(counts)
         self.cache.slots.lengths += counts
-
-
-def node_counts(widths: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the numbers of nodes in blocks of these widths, in ascending order."""
-    return tuple(sorted(width - 1 for width in widths))

@@ -13,7 +13,7 @@ from lookahead_hf.cache import hf_layers
 from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.kernels.cpu.program import MOST_TOKENS
-from lookahead_hf.model import position_limits, prefix_tuning
+from lookahead_hf.model import position_limits
 from lookahead_hf.runner import masks, passthrough_kwargs
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.layout import Beginning
@@ -40,8 +40,8 @@ def prefill(
         The forward's outputs.
     """
     model, names = runner.model, compat.decoder_names(runner.model)
-    virtual = prefix_tuning.of_model(model).count
-    attended = _attended_columns(model_kwargs.get(names.mask), virtual)
+    mask = model_kwargs.get(names.mask)
+    attended = None if mask is None else mask.to("cpu").numpy().astype(bool)
     passed = passthrough_kwargs.passed_on(model_kwargs, names)
     position_ids = position_limits.of_prompt(model, input_ids, model_kwargs)
     assert position_ids is not None
@@ -138,22 +138,6 @@ def _take_over(
     position_ids = position_ids.expand(*position_ids.shape[:-2], num_rows, -1)
     of_prompt = position_ids.numpy() if runner.is_flat else None
     runner.begin(Beginning(cache, kinds, passed, position_ids[..., -1:] + 1, of_prompt))
-
-
-def _attended_columns(
-    mask: torch.Tensor | None,  # [rows, columns]
-    num_virtual: int,
-) -> np.ndarray | None:
-    """Return which columns the rows attend, [rows, virtual + columns] bool, None for all.
-
-    Args:
-        mask: The attention mask that `generate` prepared.
-        num_virtual: Columns before the prompt that every row attends.
-    """
-    if mask is None:
-        return None
-    attended = mask.to("cpu").numpy().astype(bool)
-    return np.pad(attended, ((0, 0), (num_virtual, 0)), constant_values=True)
 
 
 def _may_be_fed(

@@ -89,7 +89,6 @@ def allowed(asked: Any, config: SpeculativeConfig) -> SpeculativeConfig | bool |
     _check(asked if isinstance(asked, Mapping) else {})
     of_request = SpeculativeConfig.resolve(asked)
     assert of_request is not None
-    _check(vars(of_request))  # a preset or vLLM's method may have set them
     if of_request.drafters is None or "pool" in of_request.drafters:
         return dataclasses.replace(of_request, pool=config.pool)
     return of_request

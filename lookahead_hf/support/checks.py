@@ -13,7 +13,6 @@ from lookahead_hf.cache import hf_layers
 from lookahead_hf.call.prepared import PreparedCall
 from lookahead_hf.distributed import sharding
 from lookahead_hf.fallback import FallbackReason, Unserved
-from lookahead_hf.model import prefix_tuning
 from lookahead_hf.model.facts import facts_of, read
 from lookahead_hf.patches import attention, trust
 from lookahead_hf.patches.attention import SERVED
@@ -101,7 +100,6 @@ def admit_call(call: PreparedCall) -> None:
     cache = compat.given_cache(call.model_kwargs)
     _check_cache(model, cache, bool(shows_attention))
     _check_arguments(model, call.model_kwargs)
-    prefix_tuning.check(model, config, call.model_kwargs)
     _check_room(call)
     if call.request.draws(call.do_sample):
         _check_trees(model)
@@ -134,10 +132,10 @@ def takes_flat(model: Any, position_ids: torch.Tensor, model_kwargs: dict[str, A
     passed = passthrough_kwargs.passed_on(model_kwargs, names)
     if names.positions is None or not all(isinstance(each, _SCALARS) for each in passed.values()):
         return False
-    if position_ids.dim() != 2 or prefix_tuning.of_model(model).count:
+    if position_ids.dim() != 2:
         return False
     facts = facts_of(model)
-    if facts.is_hooked or facts.is_compiled or not facts.all_on(torch.device("cpu")):
+    if facts.is_hooked or not facts.all_on(torch.device("cpu")):
         return False
     if trust.watcher():
         return False
@@ -157,9 +155,6 @@ def _check_kind(model: Any) -> None:
     missing = names.set_anew - {"use_cache", "logits_to_keep"} - compat.forward_arguments(model)
     if missing:
         raise Unserved(FallbackReason.MODEL, f"its forward takes no {', '.join(sorted(missing))}")
-    if name := facts_of(model).unreadable:
-        detail = f"the source of {name}.forward, which handles masks, cannot be read"
-        raise Unserved(FallbackReason.MODEL, detail, "define the class in a file")
     unknown = set(compat.mask_kinds(model)) - MASK_KINDS
     if unknown:
         raise Unserved(FallbackReason.MODEL, f"layer type {', '.join(sorted(unknown))}")
@@ -189,8 +184,6 @@ def _check_states(model: Any) -> None:
         raise Unserved(FallbackReason.STATEFUL, type(model).__name__)
     if len({getattr(mixer, "layer_idx", None) for mixer in mixers}) < len(mixers):
         raise Unserved(FallbackReason.STATEFUL, "several modules keep the states of one layer")
-    if mixers and facts_of(model).is_compiled:
-        raise Unserved(FallbackReason.STATEFUL, "a compiled forward")
 
 
 def _check_trees(model: Any) -> None:
@@ -210,7 +203,7 @@ def _check_rows(model: Any) -> None:
         raise Unserved(FallbackReason.STATEFUL, "in continuous batching")
     if {None, "indexed_attention"} & {*compat.layer_masks(model)}:
         raise Unserved(FallbackReason.CONTINUOUS_BATCHING, "layers that hold more than K and V")
-    if facts.needs_columns or prefix_tuning.of_model(model).count:
+    if facts.needs_columns:
         raise Unserved(FallbackReason.CONTINUOUS_BATCHING, "a model that counts positions itself")
 
 
@@ -233,8 +226,7 @@ def _check_room(call: PreparedCall) -> None:
 def on_device(model: Any, device: torch.device) -> bool:
     """Return whether steps can stay on the device of the prompt."""
     facts = facts_of(model)
-    counts = facts.needs_columns or prefix_tuning.of_model(model).count
-    return facts.all_on(device) and not counts and not facts.mixers
+    return facts.all_on(device) and not facts.needs_columns and not facts.mixers
 
 
 def _check_cache(model: Any, given: Any, shows_attention: bool = False) -> None:
@@ -297,7 +289,7 @@ def _check_setup(model: Any) -> None:
     if compat.has_own_loop(model):
         raise Unserved(FallbackReason.OWN_LOOP, f"{name}._sample")
     sharding.check(model)
-    prefix_tuning.of_model(model)
+    _check_inputs(model)
     for module in modules:
         own = vars(module)  # a module's getattr is slow for missing attributes
         if module.training:
@@ -305,6 +297,17 @@ def _check_setup(model: Any) -> None:
         for variant in (own.get("lora_variant") or {}).values():
             if type(variant).__name__.startswith("ALora"):  # masks the last tokens of each block
                 raise Unserved(FallbackReason.ADAPTER, type(variant).__name__)
+
+
+def _check_inputs(model: Any) -> None:
+    """Raise Unserved if something else, such as PEFT's prompt tuning, prepares each forward."""
+    prepare = model.prepare_inputs_for_generation
+    if getattr(prepare, "__func__", None) is type(model).prepare_inputs_for_generation:
+        return
+    owner = getattr(prepare, "__self__", prepare)
+    kind = getattr(getattr(owner, "active_peft_config", None), "peft_type", None)
+    name = str(getattr(kind, "value", type(owner).__name__))
+    raise Unserved(FallbackReason.ADAPTER, f"{name} prepares its inputs")
 
 
 def _check_training(module: Any) -> None:

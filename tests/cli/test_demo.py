@@ -92,7 +92,7 @@ def test_sampling(generate: Run) -> None:
 def test_each_way_to_draft(source: str, folder: str, generate: Run) -> None:
     text = generate("--plain", "abc abc").out
     Path("text.txt").write_text(text)
-    Path("config.json").write_text('{"method": "ngram", "num_speculative_tokens": 8}')
+    Path("config.json").write_text('{"drafters": "ngram", "max_draft_nodes": 8}')
     pool = NgramPool(1_000)
     pool.add(byte_tokenizer()("abc abc<end>" + text)["input_ids"])
     pool.save("pool")

@@ -18,7 +18,7 @@ from lookahead_hf.cli import loading
 from lookahead_hf.fallback import FallbackReason
 from tests.helpers.commands import Run
 
-COMMANDS = ("demo", "generate", "trace", "chat", "bench", "pool", "env")
+COMMANDS = ("demo", "generate", "trace", "bench", "pool", "env")
 ROOT = Path(__file__).parents[2]
 ACTIONS = ("pool build", "pool info", "pool merge", "pool check")
 
@@ -31,7 +31,7 @@ def test_help_has_examples(command: str, run: Run) -> None:
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
-        ("sing", "demo|generate|trace|chat|serve|analyze|bench|pool|env"),
+        ("sing", "demo|generate|trace|serve|analyze|bench|pool|env"),
         ("pool", "build|info|merge|check"),
         ("bench --rounds 0", "x>=1"),
         ("generate --threads 100000 Hello", "1<=x<=1024"),
@@ -43,7 +43,7 @@ def test_help_has_examples(command: str, run: Run) -> None:
         ),
         ("generate --config {" + "'budget':3} Hello", "Expecting property name"),
         ('generate --config {"drafters":["x"]} Hello', "there is no drafter 'x'"),
-        ("chat --pool nothing", "'nothing' does not exist"),
+        ("generate --pool nothing", "'nothing' does not exist"),
         ("demo --prediction nothing", "'nothing' does not exist"),
     ],
 )

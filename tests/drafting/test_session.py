@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from lookahead_hf import SpeculativeConfig
-from lookahead_hf.cli.analysis.replay import MemoryHolder, Text, replay
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting import drafter
 from lookahead_hf.drafting.control.budget import SteadySteps
@@ -17,6 +18,7 @@ from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.session import DraftSession, Limits
 from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
 from lookahead_hf.rows import Rows
+from tests.helpers.drafts import accepted_path
 
 VOCAB = 1000
 
@@ -66,8 +68,14 @@ class Foreseeing(Drafter):
         self.seen.append(int(rows.num_emitted[0] - verdict.num_emitted[0]))
 
 
-def session_of(rows: Rows, *sources: Drafter) -> DraftSession:
-    config, limits = SpeculativeConfig(budget=16), Limits(False, VOCAB, 100_000)
+class MemoryHolder:
+    """Stands in for a model: drafting keeps its memory between calls with it."""
+
+    device, dtype = "cpu", "scripted"
+
+
+def session_of(rows: Rows, *sources: Drafter, budget: str | int = 16) -> DraftSession:
+    config, limits = SpeculativeConfig(budget=budget), Limits(False, VOCAB, 100_000)
     return DraftSession(MemoryHolder(), config, rows, list(sources), limits, SteadySteps())
 
 
@@ -77,16 +85,24 @@ def text_of(length: int) -> list[int]:
 
 def decode(text: list[int], clock: Clock, *sources: Drafter, budget: str | int = "auto") -> float:
     """Write the whole text, a step costing 20 ms and a bit for every node; the seconds it took."""
-    unknown, start = np.empty((len(text) + 3, 0)), clock.now
-    whole = Text("", 0, np.zeros(4, np.int64), np.array(text), unknown, unknown)
-
-    def step_seconds(num_nodes: int, length: int) -> float:
-        seconds = 0.02 * (1 + 0.005 * num_nodes)
+    start, unused = clock.now, torch.empty(1, 0, 0)
+    rows = Rows(np.zeros((1, 4), np.int64))
+    rows.emit(0, text[0])
+    drafts = session_of(rows, *sources, budget=budget)
+    drafts.begin(rows)
+    at = 1
+    while at < len(text):
+        draft = drafts.propose(rows)
+        path = accepted_path(draft, np.array(text[at:-1], np.int64))
+        new = text[at : at + len(path) + 1]
+        for token in new:
+            rows.emit(0, token)
+        drafts.prepare(SimpleNamespace(logits=unused))
+        seconds = 0.02 * (1 + 0.005 * draft.max_nodes)
         clock.now += seconds
-        return seconds
-
-    config = SpeculativeConfig(budget=budget)
-    replay(whole, MemoryHolder(), config, sources, len(text), step_seconds)
+        drafts.observe(rows, draft, Verdict.from_rows([new], [path]), unused, seconds)
+        at += len(new)
+    drafts.end(rows)
     return clock.now - start
 
 

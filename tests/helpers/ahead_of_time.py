@@ -29,7 +29,6 @@ from triton.runtime.jit import JITFunction
 
 from lookahead_hf.kernels import attention, compact, reject, topk, verify
 from lookahead_hf.kernels._attention_parts import stages
-from lookahead_hf.kernels.ahead import compile_steps
 from lookahead_hf.kernels.data import PathTable, Wanted
 from lookahead_hf.runner.cuda import graphs
 
@@ -67,21 +66,26 @@ def _empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
 
 def _step(rows: int, width: int, sampled: bool) -> None:
     """All launches of a step of a model of eight billion parameters, on short and long texts."""
-    model = 128256, torch.bfloat16, sampled, (32, 8), 128, (False,)
-    compile_steps(rows, (width,), *model)
-    _attend(width, (32, 8), 128, rows=rows, slots=4096)
+    for slots in (512, 4096):
+        _attend(width, (32, 8), 128, rows=rows, slots=slots)
+    _verify(width - 1, 128256, torch.float32 if sampled else torch.bfloat16, sampled, rows)
+    if width > 1:
+        _compact(width, 128, rows)
 
 
-def _verify(nodes: int, vocab: int, dtype: torch.dtype, sampled: bool = False) -> None:
-    """A step's verification; where it is not sampled, the best entries of its logits as well."""
-    rows, width = 2, 1 + nodes
+def _verify(
+    nodes: int, vocab: int, dtype: torch.dtype, sampled: bool = False, rows: int = 2
+) -> None:
+    """A step's verification, and the best entries of its logits."""
+    width = 1 + nodes
     scores = _empty(rows, width, vocab, dtype=dtype)
     tree = _empty(rows, width), _empty(rows, width), _empty(rows)
     if sampled:
         noise = _empty(rows, 12, vocab, dtype=torch.float32)
-        verify.verify_tree(scores, *tree, noise, _empty(rows, width))
-        return
-    walk = verify.verify_tree(scores, *tree, keep_scan=True)
+        walk = verify.verify_tree(scores, *tree, noise, _empty(rows, width))
+        scores = scores.to(torch.bfloat16)  # what is drawn from was made of them
+    else:
+        walk = verify.verify_tree(scores, *tree, keep_scan=True)
     topk.topk_rows(scores.flatten(0, 1), 48, walk.scan, Wanted(walk.packed, tree[2], 12))
 
 
@@ -97,8 +101,7 @@ def _reject(nodes: int, vocab: int) -> None:
     reject.reject_tree(probs, probs[:, 1:], *tree, uniforms, probs[:, 0])
 
 
-def _compact(width: int, dim: int) -> None:
-    rows = 2
+def _compact(width: int, dim: int, rows: int = 2) -> None:
     layers = [_empty(rows, 4096, 8, dim, dtype=torch.bfloat16) for _ in range(2)]
     path = _empty(rows, 2 + width)[:, 2:]  # as `TreeWalk.path` is
     compact.compact_path(PathTable(layers), _empty(rows), path, _empty(rows))

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from lookahead_hf.call.prepared import Request
-from lookahead_hf.cli.analysis.replay import accepted_path
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.draft import ROOT, DraftTree, Verdict
 from lookahead_hf.drafting.control.calibration import Calibration
@@ -17,6 +16,17 @@ from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.tree import head
 from lookahead_hf.rows import Rows
+
+
+def accepted_path(draft: DraftTree, truth: np.ndarray) -> list[int]:
+    """The accepted nodes of a one-row tree, root to leaf, where the target emits `truth`."""
+    path: list[int] = []
+    for token in truth.tolist():
+        child = draft.child_of(0, path[-1] if path else ROOT, token)
+        if child is None:
+            break
+        path.append(child)
+    return path
 
 
 class Fixed(Drafter):

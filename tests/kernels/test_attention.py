@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lookahead_hf import kernels
-from lookahead_hf.kernels import _attention_parts
+from lookahead_hf.kernels import _attention_parts, attention
 from tests.helpers.trees import random_tree, under_mask
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -103,7 +102,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(case: dict[str, Any]) -> None:
-    got = kernels.tree_attention(**case)
+    got = attention.tree_attention(**case)
     assert got.dtype == case["q"].dtype
     tolerance = TOLERANCE[got.dtype]
     torch.testing.assert_close(got.double().cpu(), plain(case), atol=tolerance, rtol=tolerance)
@@ -133,12 +132,12 @@ def test_programs_share_what_a_row_holds(
     case = random_case((2, 2, 1, 5, 16, 16, 400), torch.float32, device, lengths)
     case |= {"by_length": True, **further}
     check(case)
-    expected = kernels.tree_attention(**case)
+    expected = attention.tree_attention(**case)
     for name in "kv":
         roomy = torch.full((2, 1000, 1, 16), float("nan"), device=device)
         roomy[:, :400] = case[name].transpose(1, 2)
         case[name] = roomy.transpose(1, 2)
-    assert torch.equal(kernels.tree_attention(**case), expected)
+    assert torch.equal(attention.tree_attention(**case), expected)
 
 
 @pytest.mark.parametrize("window", [2, 9, 130])
@@ -194,7 +193,7 @@ def test_bits_do_not_depend_on_the_tree(
             above = node
             q[node] = q_text[length + place]
             k[length + node], v[length + node] = k_text[length + place], v_text[length + place]
-        out = kernels.tree_attention(
+        out = attention.tree_attention(
             q[None].to(device).transpose(1, 2),
             k[None].to(device).transpose(1, 2),
             v[None].to(device).transpose(1, 2),

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from transformers import AttentionInterface
 
-from lookahead_hf.model import compiled
 from tests.helpers import replayed
 from tests.helpers.calls import GREEDY, compare, padded
 from tests.helpers.compared import left_to_plain
@@ -71,14 +70,6 @@ def with_encoder(monkeypatch: pytest.MonkeyPatch) -> Any:
     return model
 
 
-def of_compiled_code(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Compiled code keeps transformers' attention."""
-    model = tiny("llama", num_hidden_layers=1)
-    with_flash(model, NAMES[0], monkeypatch)
-    monkeypatch.setattr(compiled, "is_compiled", lambda _: True)
-    return model
-
-
 def of_the_file(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Falcon's own class for flash attention, which looks nothing up."""
     model = tiny("llama", num_hidden_layers=1)
@@ -87,7 +78,7 @@ def of_the_file(monkeypatch: pytest.MonkeyPatch) -> Any:
     return model
 
 
-@pytest.mark.parametrize("make", [own_function, with_encoder, of_compiled_code, of_the_file])
+@pytest.mark.parametrize("make", [own_function, with_encoder, of_the_file])
 def test_what_cannot_be_replaced_is_plains(
     make: Callable[[pytest.MonkeyPatch], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -202,9 +202,6 @@ def test_what_cannot_be_rolled_back_is_refused() -> None:
     static = StaticCache(config=model.config, max_cache_len=64)
     with pytest.raises(Unserved, match="static cache"):
         checks.admit(model, Purpose.CALL, static)
-    model.forward = torch.compile(model.forward, backend="eager")
-    with pytest.raises(Unserved, match="compiled"):
-        checks.admit(model, Purpose.CALL)
     with pytest.raises(Unserved, match="several modules"):
         checks.admit(build("inkling_text"), Purpose.CALL)
 

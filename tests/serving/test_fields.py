@@ -50,7 +50,6 @@ def test_a_prediction_is_a_string_or_parts(content: Any) -> None:
         ("speculative", {"speed": 2}, "known: drafters, max_draft_nodes"),
         ("speculative", {"pool": "/etc/passwd"}, "--pool FILE"),
         ("speculative", {"learn": True}, '"learn": true'),
-        ("speculative", {"method": "suffix"}, '"learn": true'),
         ("prediction", "text", '"content": TEXT'),
         ("prediction", {"type": "content"}, '"content": TEXT'),
         ("prediction", {"type": "content", "content": [{"type": "image"}]}, '"type": "text"'),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,6 +41,23 @@ def test_each_purpose_has_checks_of_its_own() -> None:
     }
     found = {purpose: refusal(tiny("t5"), purpose) for purpose in Purpose}
     assert found == dict.fromkeys(Purpose) | {Purpose.REQUESTS: FallbackReason.CONTINUOUS_BATCHING}
+
+
+class Prepares:
+    """Something that prepares the inputs of each forward in the model's place."""
+
+    def __init__(self, model: Any) -> None:
+        self._prepare = model.prepare_inputs_for_generation
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        return self._prepare(*args, **kwargs)
+
+
+def test_inputs_that_another_object_prepares_are_refused() -> None:
+    model = tiny("llama")
+    model.prepare_inputs_for_generation = Prepares(model).prepare_inputs_for_generation
+    with pytest.raises(Unserved, match=r"Prepares prepares its inputs.*\[adapter\]"):
+        checks.admit(model, Purpose.CALL)
 
 
 def test_callers_make_no_lists_of_their_own() -> None:

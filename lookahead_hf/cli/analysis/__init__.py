@@ -1,1 +1,1 @@
-"""Parts of `lookahead-hf analyze`: prompts, costs, replayed texts, and the report."""
+"""Parts of `lookahead-hf analyze`: prompts and the report."""

@@ -1,4 +1,4 @@
-"""Reads the user's prompts and, where the file has them, their outputs."""
+"""Reads the user's prompts."""
 
 from __future__ import annotations
 
@@ -11,21 +11,18 @@ from lookahead_hf.cli.comparison import user
 from lookahead_hf.cli.records import is_record, read_lines
 from lookahead_hf.cli.screen import CommandError
 
-OUTPUTS = ("reference", "output", "completion")
 GROUPS = ("group", "family")
 UNGROUPED = "all prompts"
 
-_EXPECTED = 'Write one record per line, such as {"prompt": "...", "output": "...", "group": "..."}.'
+_EXPECTED = 'Write one record per line, such as {"prompt": "...", "group": "..."}.'
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt as the messages of a conversation, and its output, if known."""
+    """A prompt as the messages of a conversation."""
 
     group: str
     messages: tuple[dict[str, str], ...]
-    output: str | None = None
-    is_conversation: bool = False  # given as messages
 
 
 def read_samples(file: Path, limit: int) -> list[Sample]:
@@ -57,23 +54,19 @@ def _sample(line: str, where: str) -> Sample:
     if not isinstance(record, dict):
         raise CommandError(f"{where} is not a JSON object. {_EXPECTED}")
     prompt, messages = record.get("prompt"), record.get("messages")
-    is_conversation = not (isinstance(prompt, str) and prompt.strip())
-    if not is_conversation:
+    if isinstance(prompt, str) and prompt.strip():
         messages = user(str(prompt))
     elif not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
         raise CommandError(
             f"{where} has neither a text `prompt` nor a list `messages` of records with `role` and "
             f"`content`, both texts. {_EXPECTED}"
         )
-    output = next((record[name] for name in OUTPUTS if record.get(name) is not None), None)
-    if not isinstance(output, str | None):
-        raise CommandError(f"{where} has an output that is no text: {output!r}. {_EXPECTED}")
     if messages[-1]["role"] == "assistant":  # the conversation holds its own answer
-        output, messages = output or messages[-1]["content"], messages[:-1]
+        messages = messages[:-1]
     if not messages:
         raise CommandError(f"{where} has an answer but no question. {_EXPECTED}")
     group = next((record[name] for name in GROUPS if record.get(name) is not None), UNGROUPED)
-    return Sample(str(group), tuple(messages), output, is_conversation)
+    return Sample(str(group), tuple(messages))
 
 
 def _is_message(value: Any) -> bool:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Collection
+from typing import NamedTuple
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from lookahead_hf.model.experts import Experts
 
 SIZES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Draft nodes per row whose costs are told apart in padded blocks."""
@@ -39,8 +35,7 @@ class CostCurve:
     The size is the draft nodes per row if blocks are padded, and the tokens of all rows if they are
     flat. The estimate is a low quantile of the latest durations, since disturbances only make steps
     longer, and at most that of a larger size. Unmeasured sizes follow the curve of a similar
-    setting, or a line of slope `SLOPE` per row, scaled to the measured sizes around them. In a
-    mixture of experts, each token wakes more of them: the line grows with the weights read.
+    setting, or a line of slope `SLOPE` per row, scaled to the measured sizes around them.
     """
 
     def __init__(
@@ -49,10 +44,8 @@ class CostCurve:
         num_rows: int = 1,
         sizes: tuple[int, ...] | None = None,
         is_flat: bool = False,
-        experts: Experts | None = None,
     ) -> None:
         """Start from the curve of a similar setting, if there is one; see `CostModel.curve`."""
-        self.is_kept = False  # whether an earlier process measured the setting
         self._is_stepped = sizes is not None
         self.sizes = sizes or (FLAT_SIZES if is_flat else SIZES)
         self._lock = threading.Lock()
@@ -62,12 +55,7 @@ class CostCurve:
         self.num_observed = 0  # steps
         self._factors: dict[int, float] = {}  # estimate of a measured size over the assumed cost
         known = np.array(self.sizes)
-        if like is not None:
-            self._assumed = like.seconds(known)
-        else:
-            self._assumed = 1.0 + SLOPE * num_rows * known
-            if experts is not None:
-                self._assumed *= experts.growth(known if is_flat else num_rows * (1 + known))
+        self._assumed = 1.0 + SLOPE * num_rows * known if like is None else like.seconds(known)
         self.greatest_size: int = 0 if like is None else like.greatest_size  # that was measured
 
     def observe(self, size: int, seconds: float) -> None:
@@ -89,10 +77,6 @@ class CostCurve:
             # Readers take no lock: what they iterate over must not change.
             self._factors = dict(sorted({**self._factors, size: factor}.items()))
             self.greatest_size = max(self.greatest_size, size)
-
-    def start_from(self, seconds: np.ndarray, greatest_size: int) -> None:
-        """Assume the seconds of all sizes, and the greatest measured, from an earlier process."""
-        self._assumed, self.greatest_size, self.is_kept = seconds, greatest_size, True
 
     def num_samples(self, size: int) -> int:
         """Return how often a size was measured, at most `KEPT_SAMPLES`."""
@@ -137,35 +121,11 @@ def _low_quantile(samples: Collection[float]) -> float:
 class CostModel:
     """The cost curves of one model, shared by all its calls."""
 
-    def __init__(
-        self, capacity: int = 64, kept: Sequence[KeptCurve] = (), experts: Experts | None = None
-    ) -> None:
-        """Start from at most `capacity` curves that `kept` returned in an earlier process.
-
-        The first step that is measured in a setting scales its whole curve to the present speed.
-        `experts` are those of the model, if it has some.
-        """
-        self._experts = experts
+    def __init__(self, capacity: int = 64) -> None:
+        """Keep at most `capacity` curves, those used last."""
         self._capacity = capacity
         self._lock = threading.Lock()
         self._curves: OrderedDict[_Setting, CostCurve] = OrderedDict()
-        for each in kept[-capacity:]:
-            self._curves[each.setting] = each.curve()
-
-    @property
-    def num_observed(self) -> int:
-        with self._lock:
-            return sum(curve.num_observed for curve in self._curves.values())
-
-    def kept(self) -> list[KeptCurve]:
-        """Return what is known for a later process, the setting used last at the end."""
-        with self._lock:
-            known = list(self._curves.items())
-        return [
-            KeptCurve(key, tuple(curve.seconds(np.array(curve.sizes)).tolist()), greatest)
-            for key, curve in known
-            if (greatest := curve.greatest_size)
-        ]
 
     def curve(
         self,
@@ -192,7 +152,7 @@ class CostModel:
                 nearest = min(filter(key.is_like, self._curves), key=key.distance, default=None)
                 like = None if nearest is None else self._curves[nearest]
                 slope_rows = 1 if is_flat else num_rows
-                self._curves[key] = CostCurve(like, slope_rows, sizes, is_flat, self._experts)
+                self._curves[key] = CostCurve(like, slope_rows, sizes, is_flat)
             self._curves.move_to_end(key)
             if len(self._curves) > self._capacity:
                 self._curves.popitem(last=False)
@@ -216,30 +176,3 @@ class _Setting(NamedTuple):
     def distance(self, other: _Setting) -> tuple[bool, int, int]:
         rows, length = abs(self.rows - other.rows), abs(self.length - other.length)
         return self.mode != other.mode, rows, length
-
-
-class KeptCurve(NamedTuple):
-    """A curve for another process: its setting, the seconds of its sizes, and the greatest
-    measured."""
-
-    setting: _Setting
-    seconds: tuple[float, ...]
-    greatest_size: int
-
-    @classmethod
-    def from_json(cls, values: Any) -> KeptCurve:
-        """Read a curve that was written as JSON; ValueError or TypeError if it is none."""
-        (placement, is_flat, rows, mode, length, sizes), seconds, greatest = values
-        sizes = None if sizes is None else tuple(map(int, sizes))
-        setting = _Setting(str(placement), bool(is_flat), int(rows), str(mode), int(length), sizes)
-        kept = cls(setting, tuple(map(float, seconds)), int(greatest))
-        is_whole = len(kept.seconds) == len(kept.curve().sizes)
-        if not is_whole or not all(math.isfinite(each) and each > 0 for each in kept.seconds):
-            raise ValueError("this is no curve")
-        return kept
-
-    def curve(self) -> CostCurve:
-        """Return an unmeasured curve of these seconds."""
-        curve = CostCurve(None, 1, self.setting.sizes, self.setting.is_flat)
-        curve.start_from(np.array(self.seconds), self.greatest_size)
-        return curve

@@ -11,7 +11,6 @@ from torch import nn
 from lookahead_hf import compat
 from lookahead_hf.call import execution
 from lookahead_hf.kernels.cpu import program, team
-from lookahead_hf.model.compiled import is_compiled
 from lookahead_hf.model_state import state_of
 from lookahead_hf.ngram_pool import compilation
 from lookahead_hf.patches.layers.compiled import CompiledLayers
@@ -110,8 +109,6 @@ def _compile(model: Any) -> None:
 
 def _refusal(model: Any) -> str | None:
     """Return why a call cannot use the kernels, None if it can; start to compile them."""
-    if is_compiled(model):
-        return execution.BY_TORCH
     if not team.has_torchs_threads():
         return execution.NO_OPENMP
     kernels = program.compilations_of(model.dtype)

@@ -14,7 +14,6 @@ from lookahead_hf.cache.columns import ColumnCache
 from lookahead_hf.cache.slots import SlotGroup
 from lookahead_hf.call import execution
 from lookahead_hf.kernels import PathTable
-from lookahead_hf.model import compiled
 from lookahead_hf.runner.cuda.capture import Captured, CudaRecorder, Recording
 from lookahead_hf.runner.cuda.state import MAX_WIDTH, StepState
 
@@ -54,7 +53,7 @@ def room_of(group: SlotGroup, capacity: int) -> int:
 
 def bucket(slots: int) -> int:
     """Round a number of slots up to a power of two, so that a few graphs serve all lengths."""
-    return compiled.doubled(LEAST_VISIBLE, slots)
+    return max(LEAST_VISIBLE, 1 << (slots - 1).bit_length())
 
 
 def capacity_for(slots: int) -> int:

@@ -157,13 +157,10 @@ class ModelGraphs:
             each.retire()
 
 
-def widths_for(num_rows: int, widths: tuple[int, ...] | None = None) -> tuple[int, ...]:
-    """Return the tokens per row of a batch's captured steps, the most first.
-
-    Compiled code knows only some `widths`.
-    """
-    narrow = NARROW_WIDTHS if widths is None and num_rows >= MANY_ROWS else ()
-    chosen = sorted({*(widths or WIDTHS), *narrow}, reverse=True)
+def widths_for(num_rows: int) -> tuple[int, ...]:
+    """Return the tokens per row of a batch's captured steps, the most first."""
+    narrow = NARROW_WIDTHS if num_rows >= MANY_ROWS else ()
+    chosen = sorted({*WIDTHS, *narrow}, reverse=True)
     return tuple(width for width in chosen if width == 1 or width * num_rows <= MOST_TOKENS)
 
 

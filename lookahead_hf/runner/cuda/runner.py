@@ -7,19 +7,16 @@ from typing import Any
 
 from lookahead_hf.call import execution
 from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.model import compiled
 from lookahead_hf.patches.layers import CompiledSteps
 from lookahead_hf.patches.trust import ModelSnapshot
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner import masks
 from lookahead_hf.runner.cuda import graphs
-from lookahead_hf.runner.cuda.ahead import compile_kernels
 from lookahead_hf.runner.cuda.capture import Captured, Recording
 from lookahead_hf.runner.cuda.decision import Decision, OnDevice
 from lookahead_hf.runner.cuda.graph_set import GraphSet, Uncapturable, bucket
 from lookahead_hf.runner.cuda.state import MAX_WIDTH, StepState, pack
 from lookahead_hf.runner.cuda.step import StepFunction
-from lookahead_hf.runner.host import Runner, node_counts
+from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.layout import Beginning, BlockShape
 from lookahead_hf.runner.outputs import StepOutputs
 
@@ -62,9 +59,6 @@ class CudaRunner(Runner):
         self._set: GraphSet | None = None
         self._replays = True  # the latest step was replayed
         self.execution: str | None = execution.NOT_ASKED_FOR
-        if self._creates:
-            widths = self._widths if shape is None else (shape.width,)
-            compile_kernels(model, masks.of_model(model), num_rows, widths, self.decision.draws)
 
     def begin(self, beginning: Beginning) -> None:
         super().begin(beginning)
@@ -147,8 +141,8 @@ class CudaRunner(Runner):
         width = 1 + draft.max_nodes
         if self._shape is not None:
             width = max(width, self._shape.width)
-        elif self._set is not None or self._is_compiled:
-            width = compiled.width_for(width, self._widths)
+        elif self._set is not None:
+            width = min((each for each in self._widths if each >= width), default=width)
         self._drop_unseen(width)
         return width, self._visible(self.cache.slots.longest + width)
 
@@ -171,27 +165,24 @@ class CudaRunner(Runner):
 
     @property
     def _widths(self) -> tuple[int, ...]:
-        """Tokens per row of the blocks that are captured or compiled."""
-        return graphs.widths_for(self.num_rows, compiled.WIDTHS if self._is_compiled else None)
+        """Tokens per row of the blocks that are captured."""
+        return graphs.widths_for(self.num_rows)
 
     @property
     def sizes(self) -> tuple[int, ...] | None:
         if self._set is None or self._shape is not None:
             return super().sizes
-        return node_counts(self._widths)
+        return tuple(width - 1 for width in reversed(self._widths))
 
     def _visible(self, used: int) -> int:
         """Make room for so many slots; return how many of them the attention sees."""
         slots = self.cache.slots
         if self._set is not None:
             return self._set.visible_for(slots.extent.shown or used)
-        if self._is_compiled and self._shape is None:
-            visible = compiled.make_room(slots, used)
-        else:
-            visible = -(-used // ALIGNED) * ALIGNED
-            if slots.extent.shown is not None:  # the same with and without graphs
-                visible = bucket(slots.extent.shown)
-            slots.reserve(visible)
+        visible = -(-used // ALIGNED) * ALIGNED
+        if slots.extent.shown is not None:  # the same with and without graphs
+            visible = bucket(slots.extent.shown)
+        slots.reserve(visible)
         self._state.fit(self.cache)
         return visible
 

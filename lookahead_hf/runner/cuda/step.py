@@ -11,7 +11,6 @@ import torch
 from lookahead_hf import compat, kernels
 from lookahead_hf.cache.slots import SlotGroup
 from lookahead_hf.kernels import TreeWalk
-from lookahead_hf.model import compiled
 from lookahead_hf.patches import lazy_mask, tree_attention
 from lookahead_hf.patches.forward import ForwardContext, running
 from lookahead_hf.patches.lazy_mask import LazyMask
@@ -53,7 +52,7 @@ class StepFunction:
         self._passed, self._kinds = beginning.passed, beginning.kinds
         self._names = compat.decoder_names(model)
         self._takes_dict = compat.takes_mask_dict(model)
-        self._is_compiled, self._by_kernel = compiled.is_compiled(model), by_kernel
+        self._by_kernel = by_kernel
 
     def run(self, width: int, visible: int) -> tuple[Any, ...]:
         """Run a whole step that chooses the likeliest tokens.
@@ -103,7 +102,7 @@ class StepFunction:
 
     def try_masks(self, width: int, visible: int) -> bool:
         """Return whether a layer reads a mask: shown by a forward, if the kernel may attend."""
-        if self._is_served(self._state.draft(width)):
+        if tree_attention.serves(self._state.draft(width).tokens.device, width):
             self.forward(width, visible)
         return self.reads_masks
 
@@ -148,7 +147,7 @@ class StepFunction:
     ) -> list[BlockTree]:
         """Return the masks in the kernel's format, which has windows but no chunks."""
         by_length = self._cache.slots.extent.shown is None
-        if not self._is_served(draft):
+        if not tree_attention.serves(draft.tokens.device, draft.tokens.shape[1]):
             return []
         return [
             BlockTree(
@@ -164,17 +163,12 @@ class StepFunction:
             if kind.chunk is None
         ]
 
-    def _is_served(self, draft: DraftViews) -> bool:
-        """Return whether the kernel may attend; compiled code has its own attention."""
-        device, width = draft.tokens.device, draft.tokens.shape[1]
-        return tree_attention.serves(device, width) and not self._is_compiled
-
     def _masks(self, draft: DraftViews, held: dict[str, Held]) -> dict[str, torch.Tensor]:
         """Return the masks by the names of their kinds."""
         made = {
             kind.name: partial(self._mask, kind, draft, held[kind.name]) for kind in self._kinds
         }
-        if not self._is_served(draft):
+        if not tree_attention.serves(draft.tokens.device, draft.tokens.shape[1]):
             return {name: make() for name, make in made.items()}
         rows, width = draft.tokens.shape
         like = self._model.dtype, draft.tokens.device

@@ -23,7 +23,6 @@ from lookahead_hf.drafting.control.cost_model import (
 )
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.tree import head
-from lookahead_hf.model.experts import Experts
 from lookahead_hf.rows import Rows
 from tests.helpers.drafts import Fixed
 
@@ -350,24 +349,6 @@ def test_steps_of_unknown_time_teach_nothing() -> None:
     budget.observe(tree_of(np.ones(8)), None)
     curve = costs.curve(1, 100)
     assert plain_seconds(curve) == 0.02 and curve.is_due(8)
-
-
-def test_a_mixture_of_experts_begins_with_small_drafts() -> None:
-    """Before any step is measured: eight tokens read half of 128 experts, one token a sixteenth."""
-    sizes = []
-    for experts in (None, Experts(128, 8, 0.95)):
-        budget = Budget("auto", 64, CostModel(experts=experts), rows_of(), SteadySteps())
-        sizes.append(int(budget.choose(tree_of(np.full(7, 0.6) ** np.arange(1, 8)))[0]))
-    assert sizes == [7, 1]
-
-
-def test_what_a_step_with_experts_took_outweighs_what_was_assumed() -> None:
-    costs = CostModel(experts=Experts(128, 8, 0.95))
-    budget = Budget("auto", 64, costs, rows_of(), SteadySteps())
-    tree = tree_of(np.full(7, 0.6) ** np.arange(1, 8))
-    for size in (0, 0, 7):  # the experts turn out to cost nothing
-        budget.observe(head(tree, np.array([size])), 0.02)
-    assert budget.choose(tree)[0] == 7
 
 
 @pytest.mark.parametrize("sizes", [(0, 7, 15, 31, 63), (0, 15, 63), (0, 1, 3, 7)])

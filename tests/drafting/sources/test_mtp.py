@@ -166,8 +166,8 @@ def test_use_mtp_adds_the_drafter(checkpoint: Any) -> None:
         assert set(speculated(model).per_source) == {"ngram", "recycling", "mtp"}
         loaded = kept_layers(model)
         model.generation_config.use_mtp = True
-        vllm = {"method": "mtp", "num_speculative_tokens": 2}
-        assert model.generate(**call, speculative=vllm).tolist() == plain.tolist()
+        alone = {"drafters": "mtp", "options": {"mtp": {"num_draft": 2}}}
+        assert model.generate(**call, speculative=alone).tolist() == plain.tolist()
         assert set(speculated(model).per_source) == {"mtp"}
         assert kept_layers(model) is loaded
         # A call that falls back is plain's, which takes batches.

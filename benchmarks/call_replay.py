@@ -47,10 +47,6 @@ class Text:
         """Prompt and output, [prompt + output] int64."""
         return np.concatenate([self.prompt, self.output])
 
-    @property
-    def has_logits(self) -> bool:
-        return self.top_ids.shape[1] > 0
-
 
 @dataclass(frozen=True)
 class Seen:
@@ -123,10 +119,6 @@ class MemoryHolder:
     """Stands in for a model: drafting keeps its memory between calls with it."""
 
     device, dtype = "cpu", "replayed"
-
-    def named_modules(self) -> tuple[()]:
-        """Return that there are none."""
-        return ()
 
 
 def replay(
