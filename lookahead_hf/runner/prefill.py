@@ -55,7 +55,8 @@ def prefill(
         return outputs
     if runner.steps is not None:
         runner.steps.leave_prompt()
-    before = 0 if given is None else int(given.get_seq_length())
+    is_counted = given is not None and not names.has_states_alone
+    before = int(given.get_seq_length()) if is_counted else 0
     outputs = compat.prefill(model, input_ids, generation_config, model_kwargs)
     before_steps()
     cache = compat.returned_cache(outputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -519,7 +520,7 @@ def test_attention_in_a_file_of_its_own_is_compared_with_known_code() -> None:
         out, weights = modeling_llama.eager_attention_forward(*args, **kwargs)
         return out * 0.5, weights
 
-    forward = modeling_llama.LlamaAttention.forward
+    forward = inspect.unwrap(modeling_llama.LlamaAttention.forward)
     for function in (modeling_llama.eager_attention_forward, eager):
         own = forward.__globals__ | {"eager_attention_forward": function}
         Attention.forward = FunctionType(forward.__code__, own, None, forward.__defaults__)

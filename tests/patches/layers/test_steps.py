@@ -235,6 +235,7 @@ def test_with_amx_a_width_goes_the_faster_way(
     expected = model.generate(prompt(), **call).tolist()
     lookahead_hf.disable(model)
     monkeypatch.setattr(trial, "has_own_instructions", lambda dtype: True)
+    monkeypatch.setattr(compat, "multiplies_slowly", lambda dtype: False)
     monkeypatch.setattr(trial, "clock", lambda: now[0])
     monkeypatch.setattr(CompiledLayers, "run", by_kernels)
     monkeypatch.setattr(type(model), "forward", forwards)
