@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.generation import utils as generation_utils
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import output_capturing
 
 from lookahead_hf.model_state import state_of
@@ -91,12 +93,33 @@ def is_offloaded(module: nn.Module) -> bool:
     return "_hf_hook" in vars(module)
 
 
-def is_stock(model: Any) -> bool:
-    """Return whether transformers' own methods run the model and its decoder in `generate`."""
+def is_stock(model: Any, modules: Iterable[nn.Module]) -> bool:
+    """Return whether transformers' own methods run the model, its decoder and layers.
+
+    `modules` are all modules of the model.
+    """
     kind, decoder = type(model), type(model.get_decoder())
-    parts = [kind.forward, decoder.forward]
-    parts += [kind.prepare_inputs_for_generation, kind._update_model_kwargs_for_generation]
+    layers = [each for each in modules if isinstance(each, GradientCheckpointingLayer)]
+    if any("forward" in vars(each) and not is_offloaded(each) for each in layers):
+        return False
+    parts = [kind.prepare_inputs_for_generation, kind._update_model_kwargs_for_generation]
+    kinds: set[Any] = {kind, decoder, *map(type, layers)}
+    parts += [each.forward for each in kinds]
     return all(part.__module__.startswith("transformers.") for part in parts)
+
+
+def repeats_layers(named: Iterable[tuple[str, nn.Module]]) -> bool:
+    """Return whether several places of a list of layers name the same layer of the cache as theirs.
+
+    A layer that was appended again does, and so does a copy of it. `named` are all modules of a
+    model by their names, one that is there twice by both.
+    """
+    places = [
+        (re.sub(r"\d+", "", name), index)
+        for name, module in named
+        if isinstance(index := vars(module).get("layer_idx"), int)
+    ]
+    return len(set(places)) < len(places)
 
 
 def text_config(model: Any) -> Any:

@@ -88,6 +88,8 @@ def admit_call(call: PreparedCall) -> None:
 def _check_blocks(model: Any) -> None:
     """Raise Unserved if a model of an unknown type fails its self test."""
     if model.config.is_encoder_decoder:
+        if facts_of(model).repeats_layers:
+            raise Unserved(FallbackReason.MODEL, "several layers share a layer of the cache")
         return
     found, fix = self_test.refusal(model)
     if found:

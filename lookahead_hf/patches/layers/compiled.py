@@ -16,6 +16,7 @@ from torch import nn
 
 from lookahead_hf import compat
 from lookahead_hf.call import execution
+from lookahead_hf.model.facts import facts_of
 from lookahead_hf.patches import trust
 from lookahead_hf.patches.forward import ForwardContext, current
 from lookahead_hf.patches.install import shared_change
@@ -46,8 +47,8 @@ class CompiledLayers:
         self._users, self._free_rooms = set[object](), list[Room]()
         self._decoder, layers = _decoder(model)
         inside: set[nn.Module] = set()
-        if len(set(layers)) < len(layers):
-            self._refuse("a layer is there twice", len(layers))
+        if facts_of(model).repeats_layers:
+            self._refuse("several layers share a layer of the cache", len(layers))
             layers = []
         elif not layers:
             self._refuse(f"{type(model).__name__} has decoder layers of another build", 0)
