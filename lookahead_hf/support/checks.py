@@ -198,7 +198,7 @@ def _check_room(call: PreparedCall) -> None:
     room = hf_layers.room(cache, compat.window(model))
     if room is None:
         return
-    columns = call.input_ids.shape[1]  # with the caller's cache perhaps only new ones
+    columns = compat.num_columns(model, call.input_ids, given)  # perhaps only new ones
     if not compat.counts_positions(model):
         columns = compat.known_mask_length(config, given) or columns
     most_fed = columns + call.num_new - 1
