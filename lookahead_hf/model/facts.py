@@ -20,7 +20,7 @@ class ModelFacts:
     """
 
     def __init__(self, model: Any, named: Sequence[tuple[str, nn.Module]]) -> None:
-        """Read a model, given all of its modules by their names, also those that are there twice."""
+        """Read a model; `named` are all of its modules, also those that are there twice."""
         modules = list(dict.fromkeys(module for _, module in named))
         self.key = _key(model)  # changes if class, configuration, mode, compiled calls or hooks do
         self.attention_configs = compat.configs_of(modules)

@@ -17,6 +17,7 @@ from lookahead_hf.model.facts import facts_of
 MOST_PENDING = 16
 """Kept tokens of a row that make its state advance over them."""
 
+
 class Mixer:
     """A module that reads and writes a recurrent state, in the blocks of one call.
 

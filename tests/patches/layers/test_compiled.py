@@ -629,7 +629,9 @@ def test_a_model_that_was_changed_is_described_anew() -> None:
 def test_a_layer_that_is_there_twice_runs_itself() -> None:
     model = single()
     model.model.layers[2] = model.model.layers[1]
-    assert CompiledLayers(model).refused == {f"{execution.UNKNOWN}: several layers share a layer of the cache"}
+    assert CompiledLayers(model).refused == {
+        f"{execution.UNKNOWN}: several layers share a layer of the cache"
+    }
 
 
 def test_another_dtype_counts() -> None:
