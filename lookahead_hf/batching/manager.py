@@ -256,11 +256,11 @@ class SpeculativeBatchingManager(QueueManager):
                 torch.cuda.set_device(device)  # of this thread
             with torch.no_grad():
                 self._decode_all()
+        except Exception as fatal:
+            self.end_with(fatal)
         except BaseException as fatal:  # whatever ends the thread, SystemExit included
-            is_usual = isinstance(fatal, Exception)
-            self.end_with(fatal if is_usual else RuntimeError(f"{fatal!r} ended the run"))
-            if not is_usual:
-                raise
+            self.end_with(RuntimeError(f"{fatal!r} ended the run"))
+            raise
         finally:
             self.background_thread_status.mark_as_stopped()  # first, so that nothing is added later
             error = RuntimeError("the run was stopped before this request was begun")
