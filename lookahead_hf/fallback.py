@@ -132,9 +132,13 @@ class Unserved(Exception):
         super().__init__(reason, detail, fix)
         self.reason, self.detail, self.fix = reason, detail, fix or reason.fix
 
+    @property
+    def cause(self) -> str:
+        """Why, without advice."""
+        return f"{self.reason.text} ({self.detail})" if self.detail else self.reason.text
+
     def __str__(self) -> str:
-        detail = f" ({self.detail})" if self.detail else ""
-        return f"{self.reason.text}{detail} [{self.reason}]. To speculate, {self.fix}"
+        return f"{self.cause} [{self.reason}]. To speculate, {self.fix}"
 
 
 class SpeculationFallbackWarning(UserWarning):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -37,8 +37,6 @@ class ModelState:
     fixed_attention: set[int] | None = None  # ids of configurations whose attention must stay
     patch_users: set[object] = field(default_factory=set)  # calls in progress
     patches: list[Callable[[], None]] = field(default_factory=list)  # undo attributes of modules
-    # Mixers that get a block's tokens one by one, by numerics, once tested.
-    stepwise_mixers: dict[Hashable, frozenset[int]] = field(default_factory=dict)
     _kept: dict[type, Any] = field(default_factory=dict)
 
     def get(self, kind: type[T]) -> T | None:

@@ -87,7 +87,7 @@ def warm_up(
 
     Raises:
         ValueError: A number is not an int above 0, `seconds` is not above 0, `compiled_layers` is
-            no value that a configuration takes, or `model` is no model.
+            no value that a configuration takes, or `model` is no model or has no weights.
     """
     for name, value in (
         ("batch_size", batch_size),
@@ -176,6 +176,9 @@ def _warm_up(
     limit: _Time,
 ) -> None:
     """Do what `warm_up` does, up to a time limit."""
+    is_empty = {each.device.type for each in model.parameters()} == {"meta"}
+    if is_empty and not any(map(compat.is_offloaded, model.modules())):
+        raise ValueError("the model is on the device 'meta', without weights: load them first")
     has_kernels = bool(compiled) and model.device.type == "cpu"
     _compile(limit, program.compilations_of(model.dtype) if has_kernels else [])
     if limit.is_over:

@@ -21,8 +21,9 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
 import lookahead_hf
+from lookahead_hf import compat
 from lookahead_hf.fallback import FallbackReason, Unserved
-from lookahead_hf.model_state import state_of
+from lookahead_hf.model.facts import facts_of
 from tests.helpers import architectures, multimodal
 from tests.helpers.compared import Compared, assert_same_logits, compared
 from tests.helpers.device import taped
@@ -201,9 +202,9 @@ def counts(section: str, lines: Iterable[Line]) -> str:
 RECURRENT = """\
 ## Recurrent states
 
-A model with recurrent states is tested on itself before its first call: mixers, the modules that
-keep the states, get blocks and single tokens, also with other decays, biases of time steps and
-inputs. A mixer that differs by more than rounding gets the tokens of a block one by one.
+The modules that keep the states, *mixers*, get a block of tokens whole where the tests show that
+they treat it as they treat single tokens. Others, such as those of an unknown type, get the tokens
+of a block one by one. A model of each kind is tested on itself before its first call.
 
 The table has the largest difference of logits from plain's single tokens, in standard deviations,
 over 80 tokens of models with larger weights, biases of time steps of -9, 0 and 9, and slow and fast
@@ -219,8 +220,7 @@ def recurrent_row(model_type: str) -> str:
     """Return the row of a type with recurrent states."""
     model = architectures.build(model_type)
     compared(model, lambda: {**padded(1), **GREEDY, "max_new_tokens": NEW}, 17, RandomChains())
-    (stepwise,) = state_of(model).stepwise_mixers.values()
-    way = "token by token" if stepwise else "whole"
+    way = "whole" if all(map(compat.takes_blocks, facts_of(model).mixers)) else "token by token"
     return f"| `{model_type}` | {harsh_gap(model_type):.0e} | {way} |"
 
 

@@ -46,6 +46,11 @@ def test_costs_are_known_afterwards(batch_size: int, compiled: bool, mode: str) 
     assert model.generate(prompt(), max_new_tokens=8, do_sample=False).tolist() == before.tolist()
 
 
+def test_a_model_without_weights_is_refused() -> None:
+    with pytest.raises(ValueError, match="without weights: load them first"):
+        lookahead_hf.warm_up(tiny("llama").to("meta"))
+
+
 def test_kernels_that_cannot_be_compiled_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those for float16 on a processor that does not convert such numbers."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Set
 from typing import Any
@@ -43,6 +44,7 @@ class SpeculativeBatchingManager(QueueManager):
         in_call: bool,
         is_run: bool,
         progress: Progress | None,
+        config: Any = None,
     ) -> None:
         """Prepare a run, without a thread.
 
@@ -55,19 +57,25 @@ class SpeculativeBatchingManager(QueueManager):
             in_call: Whether the caller's thread decodes as soon as it asks for a result.
             is_run: Whether `last_stats` is the sum of all requests, since one call made them.
             progress: A progress bar, or None.
+            config: transformers' settings of continuous batching, shown to callers.
         """
         generation_config = copy.copy(maker.generation_config)
         eos = generation_config.eos_token_id
         eos = eos.tolist() if isinstance(eos, torch.Tensor) else eos
         generation_config.eos_token_id = UNSAID if eos is None else eos
         requests = RequestQueue(max_queue_size, self._takes_requests, self._has_ended)
-        fill(self, maker.model, generation_config, requests, Router())
+        fill(self, maker.model, generation_config, requests, Router(), config)
         self.maker, self.max_slots, self.max_batch_tokens = maker, max_slots, max_batch_tokens
         self._in_call, self.progress = in_call, progress
         self._is_run = is_run
         self._sum: SpeculativeStats | None = None
         self._jobs: deque[Job] = deque()  # the other texts of the request that was taken last
         self._seed_of = seed_of
+
+    @property
+    def logit_processor(self) -> Any:
+        """The processors that the settings of the run ask for; `clear` turns them off."""
+        return self.maker.processors
 
     def warmup(self) -> None:
         """Wait until the compiled functions for drafting are loaded."""
@@ -87,12 +95,26 @@ class SpeculativeBatchingManager(QueueManager):
     def get_result(
         self, request_id: str | None = None, timeout: float | None = None
     ) -> GenerationOutput | None:
-        """Return the next result, as transformers' manager does."""
+        """Return the next result, as transformers' manager does; None after the last one.
+
+        Raises:
+            RuntimeError: An exception has ended the run, and all results were taken.
+        """
+        status, end = self.background_thread_status, time.monotonic() + (timeout or 0)
         if isinstance(self.thread, CallersThread) and self.thread.is_alive():
-            status = self.background_thread_status
             status.request_stop(status.FLUSH_AND_STOP, self.distributed_helper.global_rank)
             self.thread.run()
-        return super().get_result(request_id, timeout)
+        results = self.output_router.output_queue
+        while True:
+            is_over = not self.is_running()  # asked first: what the run has delivered is there
+            left = IDLE_SECONDS if timeout is None else min(end - time.monotonic(), IDLE_SECONDS)
+            found = super().get_result(request_id, max(left, 0.0))
+            if found is not None or (request_id is not None and not results.empty()):
+                return found
+            if is_over and status.fatal_error is not None:
+                raise RuntimeError("the run was ended by an exception") from status.fatal_error
+            if is_over or (timeout is not None and left <= 0):
+                return None
 
     def stop(
         self,
@@ -228,15 +250,18 @@ class SpeculativeBatchingManager(QueueManager):
         return jobs
 
     def decode(self) -> None:
-        device = self.model.device
         try:
+            device = self.model.device
             if device.type == "cuda" and device.index is not None:
                 torch.cuda.set_device(device)  # of this thread
             with torch.no_grad():
                 self._decode_all()
         except Exception as fatal:
             self.end_with(fatal)
-        finally:  # whatever ends the thread, SystemExit included
+        except BaseException as fatal:  # whatever ends the thread, SystemExit included
+            self.end_with(RuntimeError(f"{fatal!r} ended the run"))
+            raise
+        finally:
             self.background_thread_status.mark_as_stopped()  # first, so that nothing is added later
             error = RuntimeError("the run was stopped before this request was begun")
             self.fail_waiting(error)

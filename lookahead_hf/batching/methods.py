@@ -277,6 +277,7 @@ def _ours(
         in_call=asked.in_call and not batching.max_queue_size,  # adding to a full queue waits
         is_run=asked.in_call,
         progress=Progress(num_requests) if asked.progress else None,
+        config=batching,
     )
 
 

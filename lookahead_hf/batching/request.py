@@ -6,9 +6,11 @@ import copy
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
+from transformers import LogitsProcessorList
 
 from lookahead_hf import compat
 from lookahead_hf.batching.log_probs import Found, KeptScores, Wanted
@@ -108,6 +110,21 @@ def _set_for_one(config: Any, name: str) -> Any:
     return None if value == "paged" else value
 
 
+class Processors(LogitsProcessorList):
+    """The processors that the settings of a run ask for.
+
+    Attributes:
+        is_cleared: Whether a caller has turned them off.
+    """
+
+    is_cleared = False
+
+    def clear(self) -> None:
+        """Turn the processors off for all requests that have not begun."""
+        super().clear()
+        self.is_cleared = True
+
+
 @dataclass(frozen=True)
 class Maker:
     """Turns requests into calls of `generate`, of at most `room` tokens including the prompt."""
@@ -188,6 +205,7 @@ class Maker:
 
     def _prepared(self, job: Job) -> PreparedCall:
         calls: list[PreparedCall] = []
+        settings, own = self.settings(job), vars(self).get("processors")
 
         def keep(
             model: Any,
@@ -197,15 +215,22 @@ class Maker:
             generation_config: Any,
             **model_kwargs: Any,
         ) -> torch.Tensor:
+            if own is not None and own.is_cleared:
+                logits_processor = LogitsProcessorList(settings.get("logits_processor") or ())
             given = logits_processor, stopping_criteria, generation_config, model_kwargs
             calls.append(PreparedCall(model, input_ids, *given, self.request))
             return input_ids
 
-        compat.plain_generate(self.model, **self.settings(job), custom_generate=keep)
+        compat.plain_generate(self.model, **settings, custom_generate=keep)
         (call,) = calls
         check_settings(lambda name: _set_for_one(call.generation_config, name))
         checks.admit_call(call)
         return call
+
+    @cached_property
+    def processors(self) -> Processors:
+        """The processors that the settings of the run ask for, made for who asks for them."""
+        return Processors(self.trial().processors)
 
     def rules(self, call: PreparedCall, seed: int) -> Rules:
         """Return how the text of a call gets its tokens.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -77,8 +77,7 @@ class AdoptedCache(ColumnCache):
             self.columns = np.where(token < lengths, in_prompt, token + self.pads[:, None])
         if self._is_fed:
             self.slots.lengths[:] = 0
-        num_layers = len(self._text.layers)
-        self._masks = [masks[min(i, len(masks) - 1)] for i in range(num_layers)]
+        self._masks = masks
         self._group(masks, trims)
         self.for_model = with_self_attention(original, self.slots)
         try:
@@ -87,11 +86,16 @@ class AdoptedCache(ColumnCache):
             self.hand_back(self.num_columns)  # the layers that were taken
             raise
 
+    def _named_layers(self) -> Iterator[tuple[str | None, Any]]:
+        """Yield the layers of the original with the names of their masks."""
+        for index, layer in enumerate(self._text.layers):
+            yield self._masks[min(index, len(self._masks) - 1)], layer
+
     def _group(self, masks: Sequence[str | None], trims: bool) -> None:
         """Group layers by mask and window; layers without a common window hold the whole text."""
         found: dict[str, set[tuple[int | None, int | None]]]
         found = {name: set() for name in masks if name is not None}
-        for name, layer in zip(self._masks, self._text.layers, strict=True):
+        for name, layer in self._named_layers():
             if name is not None and (self._is_fed or hf_layers.read(layer) is not None):
                 found[name].add((hf_layers.window(layer), hf_layers.most_columns(layer)))
         whole = SlotGroup(self.slots.extent)
@@ -106,7 +110,7 @@ class AdoptedCache(ColumnCache):
             group.dropped = np.maximum(self.slots.lengths - group.num_kept, 0)
 
     def _take(self, unattended: np.ndarray | None) -> None:
-        for name, layer in zip(self._masks, self._text.layers, strict=True):
+        for name, layer in self._named_layers():
             if name is None:
                 self.slots.layers.append(layer)
                 continue
@@ -164,11 +168,14 @@ class AdoptedCache(ColumnCache):
         self._known[asked] = found
         return found
 
-    def seen_slots(self, row: int, kept: list[int]) -> list[list[torch.Tensor]]:
+    def seen_slots(
+        self, row: int, kept: list[int], num_layers: int
+    ) -> list[list[torch.Tensor | None]]:
         """Return the slots that tokens of a row in the latest block see, by token and layer.
 
         `kept` are the places of these tokens in the block, root first; the lengths count them
-        already. Slots are in the order of the columns of plain's cache, -1 for pads.
+        already. Slots are in the order of the columns of plain's cache, -1 for pads. They are those
+        of `num_layers` layers that attend, None for a layer that attends to something else.
         """
         length = int(self.slots.lengths[row]) - len(kept)  # where the block begins
         prompt, first = np.arange(self.num_columns), self.num_columns - int(self.pads[row])
@@ -176,18 +183,30 @@ class AdoptedCache(ColumnCache):
             prompt = np.full(self.num_columns, -1)
             prompt[self.columns[row, :first]] = np.arange(first)
         tokens = np.concatenate([prompt, np.arange(first, length), length + np.array(kept)])
-        # The window in plain's cache of every layer, and what the row has dropped there.
-        views = [
-            (hf_layers.window(layer), int(ours.group.dropped[row]))
-            if isinstance(ours, SlotLayer)
-            else (None, 0)
-            for layer, ours in zip(self._text.layers, self.slots.layers, strict=True)
-        ]
-        out = []
+        views, out = self._views(row, num_layers), []
         for end in range(len(tokens) - len(kept) + 1, len(tokens) + 1):
-            shown = {view: _slots(tokens[:end], *view) for view in set(views)}
-            out.append([shown[view] for view in views])
+            shown = {view: _slots(tokens[:end], *view) for view in set(views) if view is not None}
+            out.append([None if view is None else shown[view] for view in views])
         return out
+
+    def _views(self, row: int, num_layers: int) -> list[tuple[int | None, int] | None]:
+        """Return the window in plain's cache of layers that attend, and what the row has dropped.
+
+        Where the forward shows fewer layers than the cache has, those without K and V of the text
+        are left out. Other layers without them share those of an earlier layer with their mask.
+        """
+        views: list[tuple[int | None, int] | None] = []
+        own: dict[str | None, tuple[int | None, int]] = {}  # of each mask the latest
+        layers = [*zip(self._text.layers, self.slots.layers, strict=True)]
+        for index in range(max(num_layers, len(layers))):
+            mask = self._masks[min(index, len(self._masks) - 1)]
+            layer, ours = layers[index] if index < len(layers) else (None, None)
+            if isinstance(ours, SlotLayer):
+                own[mask] = hf_layers.window(layer), int(ours.group.dropped[row])
+            elif num_layers < len(layers):
+                continue
+            views.append(own.get(mask))
+        return views
 
     def hand_back(self, num_columns: int) -> Cache:
         """Fill the original's own layers with the first `num_columns` columns, and return it.

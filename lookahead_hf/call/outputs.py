@@ -8,6 +8,10 @@ import torch
 
 Layers = tuple[torch.Tensor, ...]
 
+_STATE_ROWS, _WEIGHT_ROWS = -3, -4
+"""The axis of the rows: states are [..., rows, tokens, hidden], since Gemma 3n keeps several, and
+attentions [..., rows, heads, tokens, columns]."""
+
 
 class RequestedOutputs:
     """Scores, logits, hidden states and attentions of every emitted token, as plain returns them.
@@ -72,12 +76,16 @@ class RequestedOutputs:
         """Keep the requested outputs of the prompt's forward."""
         self._prefill = {name: getattr(outputs, name, None) for name in self._observed}
 
+    def num_attending(self, outputs: Any) -> int:
+        """Return the number of layers whose attentions a forward shows."""
+        return len(getattr(outputs, self._weights, None) or ())
+
     def observe(
         self,
         row: int,
         tokens: list[int],
         outputs: Any,
-        slots: list[list[torch.Tensor]],
+        slots: list[list[torch.Tensor | None]],
     ) -> None:
         """Keep a forward's requested outputs for the tokens that a row keeps.
 
@@ -85,7 +93,8 @@ class RequestedOutputs:
             row: The row.
             tokens: Places of these tokens in the block, root first.
             outputs: The forward's outputs.
-            slots: By token and layer, the slots of the columns in plain's cache, -1 for none.
+            slots: By token and layer of the attentions, the slots of the columns in plain's cache,
+                -1 for none; None for a layer that does not attend to the text.
         """
         for name, rows in self._observed.items():
             layers = getattr(outputs, name)
@@ -93,17 +102,17 @@ class RequestedOutputs:
                 rows[row].append(self._entry(name, layers, row, token, shown))
 
     def _entry(
-        self, name: str, layers: Any, row: int, token: int, slots: list[torch.Tensor]
+        self, name: str, layers: Any, row: int, token: int, slots: list[torch.Tensor | None]
     ) -> Any:
         """Return a token's entry of an output, layer by layer; SDPA returns attentions as ()."""
         if not layers:
             return layers
         at = slice(token, token + 1)
         if name == self._states:
-            return tuple(states[row, at].clone() for states in layers)
-        each: list[Any] = [None if shown is None else shown[row, :, at] for shown in layers]
+            return tuple(states[..., row, at, :].clone() for states in layers)
+        each = [None if shown is None else shown[..., row, :, at, :] for shown in layers]
         if name == self._weights:
-            return tuple(map(_by_column, each, slots))
+            return tuple(_by_column(*pair) for pair in zip(each, slots, strict=True))
         return tuple(None if shown is None else shown.clone() for shown in each)
 
     def fields(self, num_columns: int) -> dict[str, Any]:
@@ -125,21 +134,22 @@ class RequestedOutputs:
     def _steps(self, name: str, num_columns: int) -> tuple[Layers | None, ...]:
         """Return the prompt's entry, then one per further column, layer by layer."""
         columns = list(zip(*self._observed[name], strict=False))[: num_columns - 1]
-        return (self._prefill[name], *map(_by_layer, columns))
+        axis = _STATE_ROWS if name == self._states else _WEIGHT_ROWS
+        return (self._prefill[name], *(_by_layer(rows, axis) for rows in columns))
 
 
-def _by_layer(rows: tuple[Layers | None, ...]) -> Layers | None:
+def _by_layer(rows: tuple[Layers | None, ...], axis: int) -> Layers | None:
     """Return a column's entry from those of its rows."""
     given = [row for row in rows if row is not None]
     layers = zip(*given, strict=True)
-    stacked = (None if layer[0] is None else torch.stack(layer) for layer in layers)
+    stacked = (None if layer[0] is None else torch.stack(layer, axis) for layer in layers)
     return tuple(stacked) if given else None  # type: ignore[arg-type]
 
 
-def _by_column(weights: Any, slots: torch.Tensor) -> Any:
+def _by_column(weights: Any, slots: torch.Tensor | None) -> Any:
     """Return attention weights over slots, [heads, 1, slots], as [heads, 1, columns]."""
-    if weights is None:
-        return None
+    if weights is None or slots is None:
+        return weights if weights is None else weights.clone()
     slots = slots.to(weights.device)
     picked = weights.index_select(-1, slots.clamp(min=0))
     return picked.masked_fill(slots < 0, 0.0)

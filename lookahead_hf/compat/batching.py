@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from typing import Any
 
@@ -77,14 +78,16 @@ def bytes_per_token(model: Any) -> int:
     return int(2 * config.num_hidden_layers * kv_heads * dim * model.dtype.itemsize)
 
 
-UNREAD = {"cancel_queue", "continuous_batching_config", "logit_processor"}
-"""Attributes of transformers' manager that only its own steps read."""
-
-
 def fill(
-    manager: QueueManager, model: Any, generation_config: Any, requests: Any, router: OutputRouter
+    manager: QueueManager,
+    model: Any,
+    generation_config: Any,
+    requests: Any,
+    router: OutputRouter,
+    config: Any = None,
 ) -> None:
-    """Set all attributes of a manager that the methods of transformers' manager read."""
+    """Set all attributes of a manager that transformers' constructor sets, but its processors."""
+    manager.cancel_queue, manager.continuous_batching_config = queue.Queue(), config
     manager.input_queue, manager.output_router = requests, router
     manager._request_counter, manager._request_lock = 0, threading.Lock()
     manager._wake_up_loop = threading.Event()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import transformers
 from torch import nn
 from transformers import GenerationMixin
 from transformers.generation import utils as generation_utils
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import output_capturing
 
 from lookahead_hf.fallback import FallbackReason, Unserved
@@ -151,12 +153,33 @@ def tiny_llama() -> Any:
         return transformers.LlamaForCausalLM(config).float().eval()
 
 
-def is_stock(model: Any) -> bool:
-    """Return whether transformers' own methods run the model and its decoder in `generate`."""
+def is_stock(model: Any, modules: Iterable[nn.Module]) -> bool:
+    """Return whether transformers' own methods run the model, its decoder and layers.
+
+    `modules` are all modules of the model.
+    """
     kind, decoder = type(model), type(model.get_decoder())
-    parts = [kind.forward, decoder.forward]
-    parts += [kind.prepare_inputs_for_generation, kind._update_model_kwargs_for_generation]
+    layers = [each for each in modules if isinstance(each, GradientCheckpointingLayer)]
+    if any("forward" in vars(each) and not is_offloaded(each) for each in layers):
+        return False
+    parts = [kind.prepare_inputs_for_generation, kind._update_model_kwargs_for_generation]
+    kinds: set[Any] = {kind, decoder, *map(type, layers)}
+    parts += [each.forward for each in kinds]
     return all(str(part.__module__).startswith("transformers.") for part in parts)
+
+
+def repeats_layers(named: Iterable[tuple[str, nn.Module]]) -> bool:
+    """Return whether several places of a list of layers name the same layer of the cache as theirs.
+
+    A layer that was appended again does, and so does a copy of it. `named` are all modules of a
+    model by their names, one that is there twice by both.
+    """
+    places = [
+        (re.sub(r"\d+", "", name), index)
+        for name, module in named
+        if isinstance(index := vars(module).get("layer_idx"), int)
+    ]
+    return len(set(places)) < len(places)
 
 
 def text_config(model: Any) -> Any:

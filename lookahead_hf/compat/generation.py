@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from transformers import GenerationMixin
+from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import utils as generation_utils
 
 from lookahead_hf.compat.forwards import PROMPT_ONLY, TOKEN_TYPES, decoder_names, text_config
@@ -218,6 +218,22 @@ def known_mask_length(generation_config: Any, model_kwargs: dict[str, Any]) -> i
     if mask is not None:
         return int(mask.shape[1])
     return getattr(generation_config, "_mask_length", None)
+
+
+def without_defaults(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return generation settings, none if all of them are transformers' defaults.
+
+    Nobody has made these: a model's own `generate`, such as Whisper's, fills them in.
+    """
+    defaults = GenerationConfig._get_default_generation_params()
+    is_filled = all(value == defaults.get(name) for name, value in settings.items())
+    return {} if is_filled else settings
+
+
+def num_columns(model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> int:
+    """Return the columns of a decoder's prompt, which may be embeddings without ids."""
+    embeds = model_kwargs.get(decoder_names(model).ids.replace("input_ids", "inputs_embeds"))
+    return int(max(input_ids.shape[1], 0 if embeds is None else embeds.shape[1]))
 
 
 def pad_token(generation_config: Any) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from types import FunctionType, MethodType
 from typing import Any
@@ -44,6 +45,24 @@ def _uses_state(module_class: Any) -> bool:
     forward = getattr(module_class, "forward", None)
     code = getattr(inspect.unwrap(forward), "__code__", None) if forward else None
     return code is not None and bool(_STATES & set(code.co_names))
+
+
+_WHOLE = frozenset(
+    {"bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe"}
+    | {"lfm3", "mamba2", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "zaya"}
+)
+"""Models of transformers whose mixers go on from their state with any number of tokens. Mamba 1 and
+Jamba ignore the state, Zamba 2 and Nemotron-H limit time steps."""
+
+
+def takes_blocks(mixer: nn.Module) -> bool:
+    """Return whether a mixer treats several tokens as it would treat them one by one.
+
+    A limit of time steps holds for several tokens alone.
+    """
+    package, _, name = type(mixer).__module__.rpartition(".models.")
+    limit = tuple(getattr(mixer, "time_step_limit", None) or (0.0, math.inf))
+    return package == "transformers" and name.split(".")[0] in _WHOLE and limit == (0.0, math.inf)
 
 
 def states_of(mixer: Any, cache: Any) -> list[tuple[dict[int, torch.Tensor], int]]:

@@ -65,7 +65,8 @@ def assemble(call: PreparedCall) -> BatchSession:
     checks.admit_call(call)
     position_ids = position_limits.of_prompt(model, call.input_ids, call.model_kwargs)
     assert position_ids is not None
-    position_limits.check_length(model, position_ids, call.input_ids.shape[1], call.num_new)
+    columns = compat.num_columns(model, call.input_ids, call.model_kwargs)
+    position_limits.check_length(model, position_ids, columns, call.num_new)
     shape = _block_shape(call)
 
     stats = StatsRecorder(call.num_rows)

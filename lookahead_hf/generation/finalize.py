@@ -48,7 +48,8 @@ def observe(session: BatchSession, row: int, kept: list[int], step: StepOutputs)
     """Keep the requested outputs of the tokens that a row keeps, by their places, root first."""
     if session.outputs.observes:
         assert isinstance(session.runner.cache, AdoptedCache)
-        slots = session.runner.cache.seen_slots(row, kept)
+        num_layers = session.outputs.num_attending(step.of_model)
+        slots = session.runner.cache.seen_slots(row, kept, num_layers)
         session.outputs.observe(row, kept, step.of_model, slots)
 
 

@@ -148,7 +148,9 @@ def _request(model: Any, arguments: GenerateArguments, config: SpeculativeConfig
         assistant_model=given.get("assistant_model"),
         assistant_tokenizer=given.get("assistant_tokenizer"),
         use_mtp=bool(arguments.setting("use_mtp")),
-        assistant_settings={name: arguments.setting(name) for name in ASSISTANT_SETTINGS},
+        assistant_settings=compat.without_defaults(
+            {name: arguments.setting(name) for name in ASSISTANT_SETTINGS}
+        ),
         synced_gpus=compat.synced_gpus(model, given.get("synced_gpus")),
         prediction=prediction,
     )

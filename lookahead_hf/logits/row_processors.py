@@ -180,6 +180,16 @@ class RowProcessors:
         ]
 
 
+def check_scores(scores: Any, do_sample: bool) -> None:
+    """Raise what plain `generate` raises if a caller's processor returned no [rows, vocab]."""
+    if isinstance(scores, torch.Tensor) and scores.dim() == 2:
+        return
+    if do_sample:
+        torch.multinomial(torch.nn.functional.softmax(scores, dim=-1), 1).squeeze(1)[:, None]
+    else:
+        torch.argmax(scores, dim=-1)[:, None]
+
+
 def _first_unknown(
     processors: hf.LogitsProcessorList, num_rows: int, constraints: Mapping[int, Constraint]
 ) -> str | None:

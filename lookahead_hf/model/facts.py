@@ -19,8 +19,9 @@ class ModelFacts:
     Every call reads them when it begins, so that a change between calls counts.
     """
 
-    def __init__(self, model: Any, modules: Sequence[nn.Module]) -> None:
-        """Read a model, given all of its modules."""
+    def __init__(self, model: Any, named: Sequence[tuple[str, nn.Module]]) -> None:
+        """Read a model; `named` are all of its modules, also those that are there twice."""
+        modules = list(dict.fromkeys(module for _, module in named))
         self.key = _key(model)  # changes if class, configuration, mode or hooks do
         self.attention_configs = compat.configs_of(modules)
         kinds = {type(module) for module in modules}
@@ -34,6 +35,8 @@ class ModelFacts:
         self.is_hooked = any(map(compat.is_hooked, modules))  # by the caller
         windowed = any(map(compat.is_windowed_by_slot, modules))
         self.needs_columns = windowed or compat.counts_positions(model)
+        self.repeats_layers = compat.repeats_layers(named)
+        self.is_stock = compat.is_stock(model, modules) and not self.repeats_layers
         # Weakly, since a module may refer to the model, too.
         self._mixers = [ref(module) for module in modules if compat.is_mixer(module)]
 
@@ -50,16 +53,18 @@ class ModelFacts:
 
 def read(model: nn.Module) -> list[nn.Module]:
     """Read the facts of a model again, and return its modules."""
-    modules = list(model.modules())
-    state_of(model).put(ModelFacts(model, modules))
-    return modules
+    named = list(model.named_modules(remove_duplicate=False))
+    state_of(model).put(ModelFacts(model, named))
+    return [module for _, module in named]
 
 
 def facts_of(model: nn.Module) -> ModelFacts:
     """Return the facts that the latest call on a model has read."""
     facts = state_of(model).get(ModelFacts)
     if facts is None or facts.key != _key(model):
-        facts = state_of(model).put(ModelFacts(model, list(model.modules())))
+        read(model)
+        facts = state_of(model).get(ModelFacts)
+        assert facts is not None
     return facts
 
 

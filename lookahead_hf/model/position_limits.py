@@ -15,14 +15,16 @@ def of_prompt(
 ) -> torch.Tensor | None:
     """Return the position ids of the decoder's prompt, [..., rows, columns], None without them."""
     name = compat.decoder_names(model).positions
+    columns = compat.num_columns(model, input_ids, model_kwargs)
     if name is None:
-        return torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        return torch.arange(columns, device=input_ids.device)[None]
     if model_kwargs.get(name) is None:
         return None
     given = compat.prepared_positions(model, name, input_ids, model_kwargs)
     if given is None:
         mask = model_kwargs.get(compat.decoder_names(model).mask)
-        columns = (input_ids if mask is None else mask).shape[1]  # the caller's cache included
+        if mask is not None:
+            columns = mask.shape[1]  # the caller's cache included
         given = torch.arange(columns, device=input_ids.device)[None]
     return given
 

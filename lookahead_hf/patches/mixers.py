@@ -20,14 +20,11 @@ def put_under(model: nn.Module, give: SetOwn) -> None:
         give(module, "forward", _in_steps(module))
 
 
-def without_padding(module: Any) -> Callable[..., Any]:
-    """Return a mixer's forward that pads short blocks to their own length, if it has one."""
-    return compat.without_padding(module) if trust.is_untouched(module) else module.forward
-
-
 def _in_steps(module: Any) -> Callable[..., Any]:
     """Return a `forward` for a mixer that differs from its own within our forwards only."""
-    original, short = module.forward, without_padding(module)
+    original = short = module.forward
+    if trust.is_untouched(module):
+        short = compat.without_padding(module)  # pads short blocks to their own length only
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         context = current()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,19 +12,10 @@ import torch
 from torch import nn
 
 from lookahead_hf import compat
-from lookahead_hf.model import numerics
 from lookahead_hf.model.facts import facts_of
-from lookahead_hf.model_state import state_of
-from lookahead_hf.patches.mixers import without_padding
 
 MOST_PENDING = 16
 """Kept tokens of a row that make its state advance over them."""
-
-HARSH = ((-9.0, -4.0, 1.0), (9.0, -4.0, 1.0), (9.0, 2.0, 1.0), (None, -4.0, 16.0))
-"""Settings with which mixers are compared, so that a drift shows: the biases of time steps, the
-logarithms of decays, and a factor of the inputs, which opens and closes gates."""
-
-TINY = 1e-12
 
 
 class Mixer:
@@ -171,7 +161,7 @@ class Stash(Mixer):
 
 
 class TokenByToken(Mixer):
-    """A mixer whose forward of several tokens ignores its state, or may not depend on a draft."""
+    """A mixer whose forward of several tokens may differ from single ones, or depend on a draft."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -195,64 +185,6 @@ class TokenByToken(Mixer):
             picked.append(torch.stack([after[n][row] for row, n in enumerate(counts.tolist())]))
         self._set(picked)
         self._after = []
-
-
-class Compared(TokenByToken):
-    """A mixer that finds out whether several tokens move its state as single ones do.
-
-    In each block it is asked once as it is, and once with settings of `HARSH`: a forward may limit
-    time steps, decays or gates for several tokens alone, which its own parameters may not show.
-
-    Attributes:
-        difference: Largest difference between a block's outputs and states and those token by
-            token, in standard deviations of the latter.
-    """
-
-    difference = 0.0
-    _num_blocks = 0
-
-    def _block(self, inputs: torch.Tensor) -> Any:
-        own = self._run
-        if not any(parameter.is_meta for parameter in self._module.parameters()):  # offloaded
-            bias, decay, factor = HARSH[self._num_blocks % len(HARSH)]
-            self._run = without_padding(_harsh(self._module, bias, decay))
-            self._compare(factor * inputs)
-            self._run = own
-        self._num_blocks += 1
-        return self._compare(inputs)
-
-    def _compare(self, inputs: torch.Tensor) -> Any:
-        with self._unchanged() as states:
-            self._set([state.clone() for state in states])
-            whole = [*_tensors(self._call(inputs)), *self._states()]
-        output = super()._block(inputs)
-        for ours, expected in zip(whole, [*_tensors(output), *self._after[-1]], strict=True):
-            worst = float((ours - expected).abs().max()) / float(expected.std().clamp_min(TINY))
-            self.difference = float(np.maximum(self.difference, worst))  # NaN stays NaN
-        return output
-
-
-def _harsh(module: Any, bias: float | None, decay: float) -> Any:
-    """Return a mixer that shares all weights but its decays and the biases of its time steps."""
-    copied = _filled(module, {"bias": bias, "A_log": decay})
-    vars(copied).pop("forward", None)  # ours
-    children = compat.children_of(module)
-    steps = {name: _filled(children[name], {"bias": bias}) for name in children if "dt" in name}
-    compat.set_children(copied, {**children, **steps})
-    return copied
-
-
-def _filled(module: Any, values: dict[str, float | None]) -> Any:
-    """Return a copy of a module with values for the parameters whose names end so; None keeps."""
-    copied, own = copy.copy(module), compat.parameters_of(module)
-    filled = {
-        name: torch.full_like(parameter, value)
-        for name, parameter in own.items()
-        for end, value in values.items()
-        if value is not None and parameter is not None and name.endswith(end)
-    }
-    compat.set_parameters(copied, {**own, **filled})
-    return copied
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -285,12 +217,9 @@ class RecurrentLayers:
             by_token: Whether every mixer gets a block's tokens one by one, so that a token's bits
                 do not depend on the draft.
         """
-        stepwise = state_of(model).stepwise_mixers.get(numerics.of_model(model))
         self._mixers: dict[int, Mixer] = {}
-        for index, module in enumerate(facts_of(model).mixers):
-            kind: type[Mixer] = Compared if stepwise is None else Stash
-            if by_token or index in (stepwise or ()):
-                kind = TokenByToken
+        for module in facts_of(model).mixers:
+            kind = Stash if compat.takes_blocks(module) and not by_token else TokenByToken
             self._mixers[id(module)] = kind(module, cache, num_rows)
         # Tokens behind the prompt, [rows]; None in `keep`, and after an exception there.
         self._kept: np.ndarray | None = np.zeros(num_rows, np.int64)
@@ -315,8 +244,3 @@ class RecurrentLayers:
         """Bring the state of every row to its last kept token."""
         for mixer in self._mixers.values():
             mixer.settle()
-
-    @property
-    def differences(self) -> list[float]:
-        """The `difference` of each mixer that is compared."""
-        return [m.difference for m in self._mixers.values() if isinstance(m, Compared)]

@@ -111,6 +111,8 @@ def admit_call(call: PreparedCall) -> None:
 def _check_blocks(model: Any) -> None:
     """Raise Unserved if a model of an unknown type fails its self test."""
     if model.config.is_encoder_decoder:
+        if facts_of(model).repeats_layers:
+            raise Unserved(FallbackReason.MODEL, "several layers share a layer of the cache")
         return
     found, fix = self_test.refusal(model)
     if found:
@@ -214,7 +216,7 @@ def _check_room(call: PreparedCall) -> None:
     room = hf_layers.room(cache, compat.window(model))
     if room is None:
         return
-    columns = call.input_ids.shape[1]  # with the caller's cache perhaps only new ones
+    columns = compat.num_columns(model, call.input_ids, given)  # perhaps only new ones
     if not compat.counts_positions(model):
         columns = compat.known_mask_length(config, given) or columns
     most_fed = columns + call.num_new - 1

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Hashable
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
@@ -39,9 +41,8 @@ TOLERANCE_CHAINS = 1e-3
 """The same for a model with recurrent states. Rounding gives about 1e-5, an ignored state 2e-2 in a
 tiny Jamba."""
 
-MIXER_TOLERANCE, MIXER_TOLERANCE_HALF = 1e-4, 0.1
-"""Largest difference of a mixer's outputs and states that counts as rounding, in standard
-deviations."""
+passed: WeakKeyDictionary[type, set[Hashable]] = WeakKeyDictionary()
+"""What models have passed, by their class: the next one of a kind need not be tested."""
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +50,10 @@ logger = logging.getLogger(__name__)
 def refusal(model: Any, is_flat: bool = False) -> tuple[str, str]:
     """Return why draft trees over ragged rows give other logits than plain forwards.
 
-    Types in `TRIED` are trusted if transformers' own methods run them. Any other model is tested
-    once for each of its numerics, with ten forwards over a dozen tokens. A fault that hooks may
-    have caused is tested again when the model's hooks change.
+    Types in `TRIED` are trusted if transformers' own methods run them and every layer of the cache
+    has one place. Of any other kind, one model is tested once for each of its numerics, with ten
+    forwards over a dozen tokens. A fault that hooks may have caused is tested again when the
+    model's hooks change.
 
     Args:
         model: The target.
@@ -60,21 +62,37 @@ def refusal(model: Any, is_flat: bool = False) -> tuple[str, str]:
     Returns:
         The fault, and what to do about it; each may be empty.
     """
-    if compat.text_config(model).model_type in TRIED and compat.is_stock(model):
+    if compat.text_config(model).model_type in TRIED and facts_of(model).is_stock:
         return "", ""
     state, key = state_of(model), (numerics.of_model(model), is_flat)
     found, due_to = state.trials.get(key, (None, None))
+    alike = passed.setdefault(type(model), set())
+    if found is None and _kind(model, key) in alike:
+        found, due_to = state.trials[key] = "", None
     if found is None or (due_to is not None and due_to != compat.hook_numbers(model)):
         try:
             state.needs_copies.discard(key)
             found = fault(model, is_flat)
             is_lasting = not found and key not in state.needs_copies
             state.trials[key] = found, None if is_lasting else compat.hook_numbers(model)
+            if is_lasting and (kind := _kind(model, key)) is not None:
+                alike.add(kind)
         except OSError as error:  # not the model's fault, and it may be over soon
             return f"the self test failed: {error}", "call again"
         except (RuntimeError, MemoryError):
             return "there was no memory for the self test", "free some and call again"
     return found, ""
+
+
+def _kind(model: Any, key: Hashable) -> Hashable | None:
+    """Return what models share that share a verdict, None if a model may differ from its class."""
+    modules = list(model.named_modules(remove_duplicate=False))
+    facts = facts_of(model)
+    if facts.is_hooked or facts.has_odd_weights:
+        return None
+    if any("forward" in vars(module) for _, module in modules):
+        return None
+    return key, str(model.config.to_dict()), *((name, ref(type(each))) for name, each in modules)
 
 
 def keeps_bits_in_trees(model: Any, width: int) -> bool:
@@ -212,28 +230,12 @@ def _ragged(
 
 
 def _of_chains(model: Any) -> tuple[torch.Tensor, Logits]:
-    """Return plain logits, and those of ragged chains in a model with recurrent states.
-
-    This also finds the mixers that have to get the tokens of a block one by one.
-    """
+    """Return plain logits, and those of ragged chains in a model with recurrent states."""
     text = _text(model, PROMPT + 2 + max(sum(each) + len(each) for each in RIGHT))
     ids = torch.from_numpy(text)[None].to(model.device)
     expected = _plain_by_steps(model, ids, torch.ones_like(ids))
     with patched(model):
-        _compare_mixers(model, text)
         return expected, _ragged_chains(Runner(model, 2), text)
-
-
-def _compare_mixers(model: Any, text: np.ndarray) -> None:
-    """Find and remember the mixers that do not go on from their state with several tokens."""
-    known, key = state_of(model).stepwise_mixers, numerics.of_model(model)
-    known.pop(key, None)
-    runner = Runner(model, 2)
-    _ragged_chains(runner, text)
-    limit = MIXER_TOLERANCE if key.is_exact else MIXER_TOLERANCE_HALF
-    assert runner.recurrent is not None
-    differences = enumerate(runner.recurrent.differences)
-    known[key] = frozenset(i for i, found in differences if not found <= limit)
 
 
 def _ragged_chains(runner: Runner, text: np.ndarray) -> Logits:

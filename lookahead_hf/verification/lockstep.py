@@ -9,6 +9,7 @@ from lookahead_hf.call.emitter import Emitter, take_edits
 from lookahead_hf.call.prepared import PreparedCall
 from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.draft import ROOT, DraftTree, Verdict
+from lookahead_hf.logits.row_processors import check_scores
 from lookahead_hf.rows import Rows
 from lookahead_hf.verification.verifier import Verifier
 
@@ -65,6 +66,7 @@ class Lockstep(Verifier):
         ids = self._emitter.all_ids(rows)
         raw = logits.to(copy=True, dtype=torch.float32, device=self._emitter.device)
         scores = self._processors(ids, raw)
+        check_scores(scores, self._do_sample)
         take_edits(rows, ids)
         for row in range(rows.num_rows):
             self._emitter.choose(row, scores[row], raw[row])

@@ -15,7 +15,7 @@ from lookahead_hf.call.emitter import Emitter
 from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.draft import ROOT, DraftTree, Verdict
 from lookahead_hf.kernels import argmax
-from lookahead_hf.logits.row_processors import RowProcessors
+from lookahead_hf.logits.row_processors import RowProcessors, check_scores
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.outputs import DeviceOutputs
 from lookahead_hf.verification.generators import OwnGenerators
@@ -90,6 +90,7 @@ class Rules:
             ids = emitter.ids(rows, row)
             scores = processors(place, ids, raw)
             if not processors.all_known:
+                check_scores(scores, self.do_sample)
                 rows.rewrite(row, ids[0])
         emitter.choose(place, scores[0], raw[0])
         return scores

@@ -471,6 +471,47 @@ def test_a_forward_that_fails_fails_everything_and_nobody_waits() -> None:
     assert isinstance(manager.background_thread_status.fatal_error, MemoryError)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("error", [MemoryError("no room"), SystemExit(3), KeyboardInterrupt()])
+def test_who_waits_hears_of_what_ends_the_thread(
+    model: Any, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = model.init_continuous_batching(settings(model), seeded())
+    waits = threading.Event()
+
+    def fail() -> None:
+        waits.wait(WAIT)
+        raise error
+
+    monkeypatch.setattr(manager, "_decode_all", fail)
+    manager.start()
+    threading.Timer(0.1, waits.set).start()
+    with pytest.raises(RuntimeError, match="ended by an exception") as raised:
+        manager.get_result()
+    assert repr(error) in repr(raised.value.__cause__)
+    manager.stop()
+
+
+def test_who_waits_goes_on_when_another_thread_stops_the_run(model: Any) -> None:
+    manager = model.init_continuous_batching(settings(model), seeded())
+    manager.start()
+    threading.Timer(0.1, lambda: manager.stop(block=False)).start()
+    assert manager.get_result() is None
+
+
+def test_processors_of_a_run_can_be_turned_off(model: Any) -> None:
+    config = settings(model)
+    expected = [alone(model, prompt, config) for prompt in prompts(2)]
+    config.suppress_tokens = sorted({*expected[0][:3], *expected[1][:3]})
+    manager = model.init_continuous_batching(config, seeded(), speculative=DRAFTED)
+    manager.logit_processor.clear()
+    manager.start()
+    names = manager.add_requests(prompts(2))
+    found = results(manager, 2)
+    manager.stop()
+    assert [found[name].generated_tokens for name in names] == expected
+
+
 @pytest.mark.slow
 def test_two_thousand_requests_leave_nothing_behind(model: Any) -> None:
     chosen = random.Random(5)

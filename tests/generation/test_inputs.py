@@ -8,9 +8,11 @@ import pytest
 import torch
 
 import lookahead_hf
+from tests.helpers.architectures import build
 from tests.helpers.calls import padded
 from tests.helpers.compared import compared, left_to_plain
 from tests.helpers.models import VOCAB, prompt, tiny
+from tests.helpers.scripted import RandomChains
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
 
@@ -21,6 +23,17 @@ def test_embeddings_beside_ids() -> None:
     embeds = model.get_input_embeddings()(prompt(seed=8)).detach()
     call = {"input_ids": ids, "inputs_embeds": embeds, **GREEDY}
     compared(model, lambda: dict(call), 12)
+
+
+@pytest.mark.parametrize("pads", [0, 2])
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "bloom", "bart", "gpt2", "lfm2"])
+def test_embeddings_without_ids(name: str, pads: int) -> None:
+    """Columns are those of the embeddings, also where the model has no positions."""
+    model, mask = build(name), torch.ones(2, 12, dtype=torch.long)
+    mask[0, :pads] = 0
+    embeds = model.get_input_embeddings()(prompt(2)).detach()
+    call = {"inputs_embeds": embeds, "attention_mask": mask, **GREEDY}
+    compared(model, lambda: dict(call), 0, RandomChains())
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ PADS = {"alone": (0,), "batch": (0, 0, 0), "padded": (0, 4, 2)}
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("kind", ["alone", "batch", "padded"])
 @pytest.mark.parametrize("attn", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma3n", "gemma4"])
 def test_every_entry(name: str, attn: str, kind: str, do_sample: bool) -> None:
     model, inputs = tiny(name, attn), left_padded(PADS[kind], seed=5)
     call: dict[str, Any] = {"max_new_tokens": 20, "pad_token_id": 0, "do_sample": do_sample}

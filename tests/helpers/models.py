@@ -47,6 +47,12 @@ _TWO_KINDS = {
     "sliding_window": 6,
     "head_dim": 12,
 }
+_SHARED = {
+    **{**_COMMON, "hidden_size": 32, "head_dim": 12, "sliding_window": 8},
+    **{"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8},
+    **{"num_kv_shared_layers": 2, "activation_sparsity_pattern": None},
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
 _FEW_EXPERTS = {
     **{**_COMMON, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
     **{"moe_intermediate_size": 16, "num_experts_per_tok": 2},
@@ -97,6 +103,8 @@ _FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
             "query_pre_attn_scalar": 12,
         },
     ),
+    "gemma3n": ("gemma3n_text", {**_SHARED, "altup_num_inputs": 2, "laurel_rank": 4}),
+    "gemma4": ("gemma4_text", {**_SHARED, "global_head_dim": 12}),
     "gpt2": ("gpt2", _GPT2),
     "gpt_neox": ("gpt_neox", _COMMON),
     "phi": ("phi", {**_COMMON, "num_key_value_heads": 4}),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from lookahead_hf.model.facts import facts_of
 from tests.helpers.architectures import build
 from tests.helpers.compared import compared
 from tests.helpers.models import left_padded
@@ -35,17 +36,22 @@ def padded(rows: int) -> dict[str, torch.Tensor]:
     return left_padded((0, 4, 9)[:rows], 17, seed=3)
 
 
-def harsh_gap(model_type: str, num_new: int = 80) -> float:
+def harsh_gap(model_type: str, num_new: int = 80, **of_mixers: Any) -> float:
     """Return the largest difference of logits from plain's, of models with harsh parameters.
 
-    It is in standard deviations of plain's logits in that step.
+    It is in standard deviations of plain's logits in that step. `of_mixers` are attributes that the
+    mixers get.
     """
-    return max(_gap(model_type, bias, decay, num_new) for bias, decay in HARSH)
+    return max(_gap(model_type, bias, decay, num_new, of_mixers) for bias, decay in HARSH)
 
 
-def _gap(model_type: str, bias: float, decay: float, num_new: int) -> float:
+def _gap(
+    model_type: str, bias: float, decay: float, num_new: int, of_mixers: dict[str, Any]
+) -> float:
     model = build(model_type)
     _make_harsh(model, bias, decay)
+    for mixer in facts_of(model).mixers:
+        vars(mixer).update(of_mixers)
     asked = {"output_logits": True, "return_dict_in_generate": True}
     call = {**padded(1), **GREEDY, **asked, "max_new_tokens": num_new}
     plain, ours, _ = compared(model, lambda: call, 17, RandomChains())

@@ -6,11 +6,40 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LogitsProcessor, LogitsProcessorList
 
+import lookahead_hf
 from tests.helpers.compared import compared
-from tests.helpers.models import VOCAB, prompt
+from tests.helpers.models import VOCAB, prompt, tiny
 from tests.helpers.random_calls import smallest
 from tests.helpers.scripted import second_child_right
+
+
+class Returns(LogitsProcessor):
+    """Returns what a function makes of the scores."""
+
+    def __init__(self, make: Any) -> None:
+        self.make = make
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> Any:
+        return self.make(scores)
+
+
+@pytest.mark.parametrize("drawn", [{"do_sample": False}, {"do_sample": True, "temperature": 0.6}])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("make", [lambda _: None, lambda _: 3, lambda scores: scores[0]])
+def test_a_processor_that_returns_no_scores_raises_plains_error(
+    make: Any, rows: int, drawn: dict[str, Any]
+) -> None:
+    model = lookahead_hf.enable(tiny("llama"))
+    call = {"inputs": prompt(rows), "max_new_tokens": 4, "pad_token_id": 0, **drawn}
+    call["logits_processor"] = LogitsProcessorList([Returns(make)])
+    said = []
+    for speculative in (False, True):
+        with pytest.raises((TypeError, IndexError, AttributeError)) as raised:
+            model.generate(**call, speculative=speculative)
+        said.append((raised.type, str(raised.value)))
+    assert said[0] == said[1]
 
 
 class Budgeted:

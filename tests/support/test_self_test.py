@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from abc import ABC, abstractmethod
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
 import lookahead_hf
+from lookahead_hf.fallback import Unserved
 from lookahead_hf.model_state import state_of
-from lookahead_hf.support import self_test
+from lookahead_hf.support import checks, self_test
+from lookahead_hf.support.checks import Purpose
 from tests.helpers.compared import compared, left_to_plain, served
 from tests.helpers.models import prompt, tiny
 
@@ -21,6 +25,7 @@ from tests.helpers.models import prompt, tiny
 def unknown(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A model of an unknown type."""
     monkeypatch.setattr(self_test, "TRIED", frozenset())
+    monkeypatch.setattr(self_test, "passed", WeakKeyDictionary())
     return tiny("llama")
 
 
@@ -31,6 +36,22 @@ def test_a_sound_model_is_tested_once(unknown: Any, caplog: pytest.LogCaptureFix
     caplog.clear()
     assert self_test.refusal(unknown) == ("", "")
     assert not caplog.text
+
+
+def test_a_second_model_of_a_kind_is_not_tested(
+    unknown: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "lookahead_hf")
+    assert self_test.refusal(unknown) == ("", "")
+    caplog.clear()
+    assert self_test.refusal(tiny("llama")) == ("", "")
+    assert not caplog.text
+    another, hooked = tiny("llama", rms_norm_eps=1e-3), tiny("llama")
+    hooked.model.layers[1].register_forward_hook(lambda *_: None)
+    for model in (another, hooked):
+        assert self_test.refusal(model) == ("", "")
+        assert "in its self test LlamaForCausalLM differed by" in caplog.text
+        caplog.clear()
 
 
 @pytest.mark.parametrize(
@@ -153,6 +174,54 @@ def test_a_subclass_of_a_trusted_type_is_tested(kind: Any) -> None:
     model = kind(tiny("llama").config).eval()
     call = {"inputs": prompt(2), "max_new_tokens": 12, "do_sample": False}
     left_to_plain(model, lambda: dict(call), "other logits for blocks")
+
+
+def appended(model: Any, layer: Any) -> None:
+    """Let the decoder call a layer once more; it stays the layer of the cache that it is."""
+    model.model.layers.append(layer)
+    model.config.num_hidden_layers += 1
+
+
+def looped(model: Any) -> None:
+    """Let a layer run itself twice."""
+    layer, own = model.model.layers[1], type(model.model.layers[1])
+
+    class Twice(own):  # type: ignore[misc]
+        def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+            once = own.forward(self, hidden_states, *args, **kwargs)
+            return own.forward(self, once, *args, **kwargs)
+
+    layer.__class__ = Twice
+
+
+def replaced(model: Any) -> None:
+    """Let a layer have a forward of its own that runs it twice."""
+    layer = model.model.layers[1]
+    own = layer.forward
+    layer.forward = lambda x, *args, **kwargs: own(own(x, *args, **kwargs), *args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: appended(model, model.model.layers[0]),
+        lambda model: appended(model, copy.deepcopy(model.model.layers[1])),
+        looped,
+        replaced,
+    ],
+)
+def test_a_layer_of_the_cache_that_is_written_twice_is_found(change: Any) -> None:
+    model = tiny("llama")
+    change(model)
+    call = {"inputs": prompt(1), "max_new_tokens": 12, "do_sample": False}
+    left_to_plain(model, lambda: dict(call), "a block of tokens fails")
+
+
+def test_a_decoder_with_an_encoder_writes_each_layer_once_too() -> None:
+    model = tiny("bart")
+    model.model.decoder.layers.append(model.model.decoder.layers[0])
+    with pytest.raises(Unserved, match="share a layer of the cache"):
+        checks.admit(model, Purpose.WARM_UP)
 
 
 class Harmless(LlamaForCausalLM):

@@ -9,6 +9,7 @@ or that somebody has hooked or changed, runs its own code.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from weakref import ref
 
@@ -16,6 +17,7 @@ from torch import nn
 
 from lookahead_hf import compat
 from lookahead_hf.call import execution
+from lookahead_hf.model.facts import facts_of
 from lookahead_hf.patches import trust
 from lookahead_hf.patches.forward import ForwardContext, current
 from lookahead_hf.patches.install import shared_change
@@ -43,11 +45,12 @@ class CompiledLayers:
     def __init__(self, model: nn.Module) -> None:
         self.units: list[Unit] = []
         self.refused, self.num_refused = set[str](), 0
+        self._unknown: list[tuple[Callable[[Any], Program], nn.Module]] = []
         self._users, self._free_rooms = set[object](), list[Room]()
         self._decoder, layers = _decoder(model)
         inside: set[nn.Module] = set()
-        if len(set(layers)) < len(layers):
-            self._refuse("a layer is there twice", len(layers))
+        if facts_of(model).repeats_layers:
+            self._refuse("several layers share a layer of the cache", len(layers))
             layers = []
         elif not layers:
             self._refuse(f"{type(model).__name__} has decoder layers of another build", 0)
@@ -73,12 +76,12 @@ class CompiledLayers:
         first = 0 if before is None else before.first + len(before.program.ops)
         try:
             self.units.append(Unit(module, describe(module), first))
+            return True
         except Unknown as error:
             self._refuse(str(error))
         except Exception as error:
             self._refuse(f"{type(module).__name__} is not built as its code says: {error}")
-        else:
-            return True
+        self._unknown.append((describe, module))
         return False
 
     def _refuse(self, why: str, count: int = 1) -> None:
@@ -90,8 +93,9 @@ class CompiledLayers:
         """Do nothing more: a call in progress keeps the layers until it ends."""
 
     def is_current(self) -> bool:
-        """Return whether all layers are as they were described."""
-        return not self._is_replaced() and not any(each.program.is_changed() for each in self.units)
+        """Return whether all layers are as they were described, or still cannot be."""
+        is_changed = any(each.program.is_changed() for each in self.units)
+        return not (is_changed or self._is_replaced() or any(map(_is_known, self._unknown)))
 
     def _is_replaced(self) -> bool:
         """Return whether a function that layers look up was replaced."""
@@ -198,6 +202,15 @@ def _decoder(model: nn.Module) -> tuple[Callable[[], Any], list[nn.Module]]:
         if isinstance(layers, nn.ModuleList) and len(layers) and hasattr(layers[0], "self_attn"):
             return ref(module), list(layers)
     return lambda: None, []
+
+
+def _is_known(asked: tuple[Callable[[Any], Program], nn.Module]) -> bool:
+    """Return whether there are kernels for a module now, such as after an adapter was merged."""
+    describe, module = asked
+    with suppress(Exception):
+        describe(module)
+        return True
+    return False
 
 
 def _is_large(module: nn.Module) -> bool:

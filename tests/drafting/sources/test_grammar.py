@@ -15,7 +15,7 @@ from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting.control.calibration import Calibration
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble
-from lookahead_hf.drafting.sources.grammar import refinement
+from lookahead_hf.drafting.sources.grammar import growth, probe, refinement
 from lookahead_hf.drafting.sources.grammar.drafter import GrammarDrafter
 from lookahead_hf.drafting.sources.grammar.growth import Growth
 from lookahead_hf.drafting.sources.grammar.probe import Probe
@@ -223,8 +223,7 @@ def test_a_tokenizer_that_normalises() -> None:
         nodes.append(token)
         return len(nodes) - 1
 
-    growth = Growth(Probe(grammar), Whitespace(), vocabulary, add)
-    growth.below(-1, b"")
+    Growth(Probe(grammar), Whitespace(), vocabulary, add).below(-1, b"")
     drafted = b"".join(vocabulary.texts[token] for token in nodes)
     assert drafted.startswith(b'{"level": "')
     assert {"level", '":'} <= set(tokenizer.convert_ids_to_tokens(nodes))
@@ -240,9 +239,9 @@ def test_operations_have_a_limit(monkeypatch: pytest.MonkeyPatch, library: str) 
     counts = []
     run = refinement.Refinement.run
 
-    def counted(self: Any, probe: Probe, *rest: Any) -> None:
-        run(self, probe, *rest)
-        counts.append(probe.operations)
+    def counted(self: Any, asked: Probe, *rest: Any) -> None:
+        run(self, asked, *rest)
+        counts.append(asked.operations)
 
     monkeypatch.setattr(refinement.Refinement, "run", counted)
     words = [f"a{first}{second}" for first in "bcdef" for second in "ghijklmn"]
@@ -251,6 +250,30 @@ def test_operations_have_a_limit(monkeypatch: pytest.MonkeyPatch, library: str) 
     drafted('{"name": "', own, *words, max_nodes=16)
     one_growth, least = 60, 100 if library == "xgrammar strict" else 30
     assert least < counts[-1] < refinement.OPERATIONS * 16 + 2 * 64 + one_growth
+
+
+@pytest.mark.parametrize("library", ["xgrammar strict", *grammars.LIBRARIES[3:]])
+def test_a_long_forced_text_is_grown_in_parts(
+    monkeypatch: pytest.MonkeyPatch, library: str
+) -> None:
+    own = {"type": "string", "pattern": "^((a{50}){50})$"}
+    monkeypatch.setitem(globals(), "shadow", lambda own, is_strict: shadow_of(library, own))
+    sizes: list[int] = []
+    run = refinement.Refinement.run
+
+    def counted(self: Any, *given: Any) -> None:
+        run(self, *given)
+        sizes.append(len(self.tokens))
+
+    monkeypatch.setattr(refinement.Refinement, "run", counted)
+    assert any(len(each) > 8 for each in drafted('"', own))
+    assert 8 < sizes[-1] < 10 * growth.MOST_BYTES < 50 * 50
+
+
+def test_a_grammar_that_takes_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "MOST_SECONDS", -1)
+    with pytest.warns(RuntimeWarning, match="'grammar' failed.*more than -1 s per step"):
+        assert drafted('{"level": "', schema(level=LEVEL), "info") == {"info"}
 
 
 def test_states_come_back() -> None:

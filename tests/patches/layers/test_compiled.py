@@ -580,6 +580,36 @@ def test_a_layer_of_an_odd_build_runs_itself(change: Any) -> None:
     assert described and not described.intersection(own)
 
 
+def wrapped(model: Any) -> Callable[[], None]:
+    mlp = model.model.layers[1].mlp
+    own = mlp.down_proj
+    mlp.down_proj = nn.Sequential(own)
+    return lambda: setattr(mlp, "down_proj", own)
+
+
+def in_other_numbers(model: Any) -> Callable[[], None]:
+    model.double()
+    return model.float
+
+
+def in_pieces(model: Any) -> Callable[[], None]:
+    weight = model.model.layers[1].mlp.down_proj.weight
+    own = weight.data
+    weight.data = own.t().contiguous().t()
+    return lambda: setattr(weight, "data", own)
+
+
+@pytest.mark.parametrize("change", [wrapped, in_other_numbers, in_pieces])
+def test_an_unknown_layer_is_described_once_it_is_known(change: Any) -> None:
+    model = single()
+    undo = change(model)
+    layers = CompiledLayers(model)
+    assert layers.num_refused and layers.is_current()
+    undo()
+    assert not layers.is_current()
+    assert not CompiledLayers(model).num_refused
+
+
 def test_attention_has_room_for_the_largest_heads_of_a_step() -> None:
     asked: list[int] = []
     room: Any = SimpleNamespace(run=lambda units, given, tokens, floats: asked.append(floats))
@@ -600,7 +630,9 @@ def test_a_model_that_was_changed_is_described_anew() -> None:
 def test_a_layer_that_is_there_twice_runs_itself() -> None:
     model = single()
     model.model.layers[2] = model.model.layers[1]
-    assert CompiledLayers(model).refused == {f"{execution.UNKNOWN}: a layer is there twice"}
+    assert CompiledLayers(model).refused == {
+        f"{execution.UNKNOWN}: several layers share a layer of the cache"
+    }
 
 
 def test_another_dtype_counts() -> None:

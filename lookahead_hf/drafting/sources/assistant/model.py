@@ -12,6 +12,7 @@ from lookahead_hf import compat
 from lookahead_hf.call.prepared import PreparedCall, Request
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.draft import DraftTree
+from lookahead_hf.fallback import Unserved
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.prefill import prefill
@@ -36,8 +37,19 @@ class AssistantModel:
     ) -> None:
         """Read the rows' first tokens, [tokens] int64 each, in one forward; some may have none.
 
-        Unserved if the model cannot run such rows; ValueError if it lacks the input of its encoder.
+        Raises:
+            ValueError: The model cannot run such rows, or lacks the input of its encoder.
         """
+        try:
+            self._begin(model, contexts, encoder_inputs)
+        except Unserved as error:
+            name = type(model).__name__
+            raise ValueError(f"{name} cannot be an assistant here: {error.cause}") from error
+        self._chains: Sequence[Sequence[int]] = []
+
+    def _begin(
+        self, model: Any, contexts: Sequence[np.ndarray], encoder_inputs: EncoderInputs | None
+    ) -> None:
         checks.admit(model, Purpose.ASSISTANT)
         ids, attended = _left_padded(contexts)
         mask = torch.from_numpy(attended).to(model.device)
@@ -52,7 +64,6 @@ class AssistantModel:
         self._runner = Runner(model, len(contexts))
         with torch.no_grad():
             prefill(self._runner, prompt, model.generation_config, kwargs)
-        self._chains: Sequence[Sequence[int]] = []
 
     def read(self, row: int) -> np.ndarray:
         """Return the tokens of a row that were read and kept, [tokens] int64 (a view)."""

@@ -20,7 +20,7 @@ string or number; and what is forced after one of these two."""
 PRIOR = (0.995, 0.95, 0.7, 0.7, 0.4, 0.15, 0.9)
 
 MOST_BYTES = 40
-"""Bytes of a text that is grown at once."""
+"""Most bytes, or certain tokens, of a text that is grown at once."""
 
 MOST_BRANCHES = 4
 
@@ -63,7 +63,7 @@ class Growth:
         return b"" if self._vocabulary is None else self._vocabulary.texts[token]
 
     def _certain(self, text: bytes) -> list[tuple[int, int]]:
-        return [(token, CERTAIN) for token in self._probe.forced_tokens()]
+        return [(token, CERTAIN) for token in self._probe.forced_tokens(MOST_BYTES)]
 
     def _text(self, before: bytes) -> list[tuple[int, int]]:
         """Return the usual tokens of the text that follows, with their buckets."""
@@ -84,7 +84,7 @@ class Growth:
         while self._vocabulary is not None and len(text) < MOST_BYTES:
             if probe.grammar.ended():
                 break
-            piece = probe.forced_text()
+            piece = probe.forced_text(MOST_BYTES - len(text))
             if not piece:
                 is_certain = False
                 piece = self._spaced(before + text)

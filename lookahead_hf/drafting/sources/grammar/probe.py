@@ -2,43 +2,60 @@
 
 from __future__ import annotations
 
+import time
+
 from lookahead_hf.logits.grammars.protocol import Grammar
 
 _STRUCTURE = [bytes([char]) for char in b':,"}]{[']
 _MOST_ALLOWED = 64
 
 
+MOST_SECONDS = 0.5
+"""Most time of the processor for one step of a row. An answer takes as long as the text is that a
+grammar forces, which may have any length."""
+
+
 class Probe:
-    """A `Grammar` at some node of a draft, with the number of `operations` so far."""
+    """A `Grammar` at some node of a draft, with the number of `operations` so far in a step.
+
+    Every operation raises a TimeoutError if the earlier ones have taken too long.
+    """
 
     def __init__(self, grammar: Grammar) -> None:
         self.grammar = grammar
         self.operations = 0
+        self._end = time.thread_time() + MOST_SECONDS
+
+    def _count(self) -> None:
+        self.operations += 1
+        if time.thread_time() > self._end:
+            raise TimeoutError(f"it takes more than {MOST_SECONDS} s per step")
 
     def advance(self, token: int) -> bool:
-        self.operations += 1
+        self._count()
         return self.grammar.advance(token)
 
     def advance_text(self, text: bytes) -> int:
-        self.operations += 1
+        self._count()
         return self.grammar.advance_text(text)
 
     def back(self, steps: int) -> None:
         self.operations += steps > 0
         self.grammar.back(steps)
 
-    def forced_tokens(self) -> list[int]:
-        self.operations += 1
-        return self.grammar.forced_tokens()
+    def forced_tokens(self, limit: int) -> list[int]:
+        """Return at most `limit` tokens that are certain."""
+        self._count()
+        return self.grammar.forced_tokens()[:limit]
 
-    def forced_text(self) -> bytes:
-        """Return the text that is certain, without half a character at its end."""
-        self.operations += 1
-        return self.grammar.forced_text().decode("utf-8", "ignore").encode()
+    def forced_text(self, limit: int) -> bytes:
+        """Return at most `limit` bytes that are certain, without half a character at the end."""
+        self._count()
+        return self.grammar.forced_text()[:limit].decode("utf-8", "ignore").encode()
 
     def few_allowed(self) -> list[int] | None:
         """Return the allowed tokens, None if there are many."""
-        self.operations += 1
+        self._count()
         return self.grammar.allowed(_MOST_ALLOWED)
 
     def allows(self, text: bytes) -> bool:

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+import lookahead_hf
 from lookahead_hf.draft import ROOT, DraftTree
 from lookahead_hf.drafting.sources.assistant.drafter import AssistantDrafter, TargetCall
-from lookahead_hf.fallback import Unserved
 from lookahead_hf.rows import Rows
+from tests.helpers.architectures import build
 from tests.helpers.drafts import paths, rows_of
 from tests.helpers.models import VOCAB, characters, prompt, tiny
+from tests.helpers.speech import frames, tiny_whisper
 
 TEXTS = [prompt(length=30, seed=row)[0].tolist() for row in range(3)]
 LENGTHS = [5, 9, 2]
@@ -108,7 +110,7 @@ def test_a_call_without_a_prompt_gets_no_draft() -> None:
 
 
 def test_an_assistant_with_dropout_at_work_is_refused() -> None:
-    with pytest.raises(Unserved, match="drop"):
+    with pytest.raises(ValueError, match="cannot be an assistant here.*uses dropout"):
         begun(tiny("gpt2").train(), rows_of([TEXTS[0]]))
 
 
@@ -148,6 +150,24 @@ def test_generation_settings_say_how_far_to_write(
     drafter = AssistantDrafter(model, min_reach=0.0, call=call, **options)
     drafter.begin(rows)
     assert drafter.propose(rows, 256).depth.max() == depth
+
+
+def test_a_recurrent_assistant_is_left_out_by_its_own_name() -> None:
+    with pytest.raises(ValueError, match="Lfm2ForCausalLM cannot be an assistant here") as raised:
+        begun(build("lfm2"), rows_of(TEXTS[:1]))
+    assert "To speculate" not in str(raised.value)
+
+
+def test_settings_that_nobody_made_are_not_warned_of(recwarn: pytest.WarningsRecorder) -> None:
+    """Whisper's own `generate` fills in transformers' defaults."""
+    model, other = tiny_whisper(), tiny_whisper()
+    call = {"max_new_tokens": 8, "assistant_model": other, "language": None}
+    lookahead_hf.enable_everywhere(default=True)
+    try:
+        model.generate(frames(), **call)
+    finally:
+        lookahead_hf.disable_everywhere()
+    assert not [each for each in recwarn if "is not used" in str(each.message)]
 
 
 def test_generation_settings_that_are_not_served_are_named() -> None:
