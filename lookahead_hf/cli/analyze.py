@@ -20,10 +20,16 @@ from lookahead_hf.cli.analysis.costs import (
 )
 from lookahead_hf.cli.analysis.prompts import OUTPUTS, Sample, read_samples
 from lookahead_hf.cli.comparison import Stage
-from lookahead_hf.cli.loading import load_tokenizer, model_name, open_model
+from lookahead_hf.cli.loading import (
+    load_tokenizer,
+    model_name,
+    open_model,
+    wait_for_functions,
+)
 from lookahead_hf.cli.measuring import Call
 from lookahead_hf.cli.parsing import DTYPE, NEW_FILE, POSITIVE, Arguments, command, model_options
 from lookahead_hf.cli.screen import CommandError, PageScreen, Screen
+from lookahead_hf.ngram_pool import compilation
 
 if TYPE_CHECKING:
     from lookahead_hf.cli.analysis.estimate import Traced
@@ -94,11 +100,10 @@ def _open(arguments: Arguments, screen: Screen) -> Stage:
     if arguments.costs is None:
         model, tokenizer = open_model(arguments, screen)
     else:
-        from lookahead_hf.drafting.session import compile_or_warn
-
         model, tokenizer = None, load_tokenizer(model_name(arguments, screen), "--model")
-        with screen.task("compiling (once per installation)"):
-            compile_or_warn()
+        import lookahead_hf.drafting.registry  # noqa: F401 (says what there is to compile)
+
+        wait_for_functions(screen, [compilation.drafting])
     return Stage(model, tokenizer, {"max_new_tokens": arguments.new_tokens}, screen)
 
 

@@ -8,7 +8,18 @@ from collections.abc import Sequence
 
 import click
 
-from lookahead_hf.cli import analyze, bench, chat, demo, env, generate, pool, serve, trace
+from lookahead_hf.cli import (
+    analyze,
+    bench,
+    chat,
+    compile,
+    demo,
+    env,
+    generate,
+    pool,
+    serve,
+    trace,
+)
 from lookahead_hf.cli.loading import is_out_of_memory
 from lookahead_hf.cli.parsing import VERSION, as_written
 from lookahead_hf.cli.screen import CommandError, write_any_character
@@ -28,7 +39,7 @@ holds the result as JSON (chat: one line per turn).
 exit codes: 0 done, 1 failed with a message, 2 wrong usage, 130 interrupted
 """
 
-_MODULES = (demo, generate, trace, chat, serve, analyze, bench, pool, env)
+_MODULES = (demo, generate, trace, chat, serve, analyze, bench, pool, compile, env)
 _COMMANDS = [module.COMMAND for module in _MODULES]
 
 COMMANDS = click.Group(
