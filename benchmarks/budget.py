@@ -24,11 +24,12 @@ import torch
 from call_replay import MemoryHolder, RecordedRecycling, Text, replay
 from record import folder_of, recorded
 
-from lookahead_hf import SpeculativeConfig, ngram_pool
+from lookahead_hf import SpeculativeConfig
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting import drafter
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.sources.ngram import NgramDrafter
+from lookahead_hf.ngram_pool import compilation
 from lookahead_hf.rows import Rows
 
 # Milliseconds of a step by draft nodes: SmolLM2-135M on two CPU cores, and a flat curve as a GPU's.
@@ -175,7 +176,7 @@ def main() -> None:
 
     folder = folder_of(load()[0], cache_root() / "texts")
     texts = recorded(load, slice(8, 8 + arguments.prompts_per_family), 128, folder)
-    ngram_pool.of_process.compile_now()
+    compilation.wait([compilation.drafting])
     rates = [simulate(texts, scene) for scene in SCENES]
     for scene, rate in zip(SCENES, rates, strict=True):
         print(f"{scene.name:32} {rate:.3f}")

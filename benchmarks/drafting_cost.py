@@ -33,13 +33,14 @@ import torch
 from call_replay import MemoryHolder, Text, accepted_path
 from record import folder_of, recorded
 
-from lookahead_hf import SpeculativeConfig, ngram_pool
+from lookahead_hf import SpeculativeConfig
 from lookahead_hf.call.prepared import Request
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.control.budget import SteadySteps
 from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.session import DraftSession, Limits
 from lookahead_hf.drafting.topk import BestTokens
+from lookahead_hf.ngram_pool import compilation
 from lookahead_hf.rows import Rows
 
 SYSTEMS = ("cpu", "device")
@@ -219,7 +220,7 @@ def main(argv: list[str] | None = None) -> None:
     chosen = slice(8, 8 + arguments.prompts_per_family)
     texts = recorded(load, chosen, arguments.new_tokens, folder)
     texts = [text for text in texts if len(text.output) == arguments.new_tokens]
-    ngram_pool.of_process.compile_now()
+    compilation.wait([compilation.drafting])
     measured = list(lines(arguments, texts, model.config.vocab_size))
     print("| system | rows | propose | observe | both | nodes per row | tokens per row step |")
     print("|---|---|---|---|---|---|---|")

@@ -61,9 +61,9 @@ machine() {
 import numba, numpy, torch, transformers, triton
 print(torch.__version__, triton.__version__, transformers.__version__, numba.__version__, numpy.__version__)
 print(numba.njit(lambda x: x + 1)(1), torch.cuda.is_available() and torch.cuda.get_device_name())
-from lookahead_hf.ngram_pool import of_process as pool
+from lookahead_hf.ngram_pool.compilation import drafting, wait
 import lookahead_hf.drafting.session
-pool.compile_now()
+wait([drafting])
 print(pool.compiled())
 from lookahead_hf import kernels
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -26,10 +26,9 @@ import torch
 from pool_drafting import NODES, Line, Looks, scans, timed, trees
 from pool_text import read_text
 
-from lookahead_hf import ngram_pool
 from lookahead_hf.cli import env
 from lookahead_hf.drafting.sources.pool import PoolDrafter
-from lookahead_hf.ngram_pool import NgramPool, SuffixIndexes
+from lookahead_hf.ngram_pool import NgramPool, SuffixIndexes, compilation
 
 CONTEXTS = (500, 5_000, 100_000)
 INSERTIONS = (5_000, 100_000)
@@ -80,7 +79,7 @@ def pool_looks(name: str, pool: NgramPool, fresh: np.ndarray, looks: Looks) -> I
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Line]:
-    ngram_pool.of_process.compile_now()
+    compilation.wait([compilation.drafting])
     text = read_text(arguments.pool_tokens + 200_000)
     fresh, old = text[:200_000], text[200_000:]
     looks = Looks(arguments.looks)

@@ -19,7 +19,7 @@ def load() -> tuple[Any, Any]:
     tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(name, dtype="float32").eval()
     lookahead_hf.enable(model)
-    lookahead_hf.warm_up(model)  # optional: the first calls would otherwise compile and measure
+    lookahead_hf.warm_up(model)  # optional: the first calls would otherwise prepare and measure
     return model, tokenizer
 
 

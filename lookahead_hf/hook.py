@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, TypeVar
@@ -12,21 +13,24 @@ from weakref import WeakSet
 
 from transformers import GenerationMixin
 
-from lookahead_hf import compat, ngram_pool
+from lookahead_hf import compat
 from lookahead_hf.batching import methods
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.drafting.control.calibration import LearnedRate
 from lookahead_hf.drafting.memory import memory_of
 from lookahead_hf.generation.strategy import run
 from lookahead_hf.model_state import state_of
+from lookahead_hf.ngram_pool import compilation
+from lookahead_hf.ngram_pool.compilation import Functions
+from lookahead_hf.patches.layers.steps import groups_of
 from lookahead_hf.utils.spelling import spelt_right
 from lookahead_hf.utils.wrappers import unwrap
 
 _Model = TypeVar("_Model")
 
 LOADING_SECONDS = 2.0
-"""Longest time that `enable` waits for numba's functions. Compiled earlier, they are loaded in one
-second; beside a call, loading would make each of its operations wait for the interpreter."""
+"""Longest time for which `enable` loads numba's functions. Compiled earlier, they are loaded in one
+second."""
 
 
 class SpeculativeMixin(GenerationMixin):
@@ -113,8 +117,9 @@ def enable(model: _Model, default: Any = None) -> _Model:
     Copies made by `copy.deepcopy` and by pickle are enabled too, independently; one made by
     `copy.copy` shares the hook, so that its `generate` runs the model that was enabled.
 
-    The first call in a process loads the functions that numba compiled earlier, which takes a
-    second. Where there are none yet, another process compiles them in the background.
+    This loads the functions that numba compiled earlier, which takes a second. Where there are none
+    yet, another process compiles them, which takes half a minute once per installation; calls
+    decode plainly until then.
 
     Args:
         model: A transformers model that can generate, also inside `torch.compile`,
@@ -133,8 +138,16 @@ def enable(model: _Model, default: Any = None) -> _Model:
         _put(target, Hook(target))
     if default is not None:
         vars(target)["generate"].default = default
-    ngram_pool.of_process.wait_until_loaded(LOADING_SECONDS)
+    _load(groups_of(target))
     return model
+
+
+def _load(groups: Sequence[Functions]) -> None:
+    """Load compiled functions that are on disk, and have another process compile the others."""
+    compilation.request(groups, is_between_calls=True)
+    end = time.monotonic() + LOADING_SECONDS
+    for each in groups:
+        each.ready(max(0.0, end - time.monotonic()))
 
 
 def _resolved(default: Any) -> Any:
@@ -210,6 +223,7 @@ def enable_everywhere(default: Any = None) -> None:
         for name in methods.NAMES:
             method = methods.class_method(GenerationMixin, name, lambda: _default)
             setattr(GenerationMixin, name, method)
+        _load([compilation.drafting])
 
 
 def disable_everywhere() -> None:

@@ -57,6 +57,8 @@ class SpeculativeStats:
         num_emitted: Tokens emitted, the one after the prefill included.
         num_drafted: Draft tokens verified.
         num_accepted: Draft tokens accepted.
+        num_undrafted: Row steps without a draft because the functions of drafting were still being
+            compiled.
         num_moved: Accepted tokens that were moved in the cache, to where rejected nodes had been.
         accepted_histogram: At index k, the number of row steps that accepted k draft tokens.
         max_width: Most nodes side by side in a row's draft; 1 where all drafts were chains.
@@ -86,6 +88,7 @@ class SpeculativeStats:
     num_emitted: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    num_undrafted: int = 0
     num_moved: int = 0
     accepted_histogram: tuple[int, ...] = ()
     max_width: int = 0
@@ -170,6 +173,9 @@ class SpeculativeStats:
             f"{self.num_moved} moved in the cache",
             "ms: " + ", ".join(f"{phase} {getattr(self, f'{phase}_ms'):.1f}" for phase in PARTS),
         ]
+        if self.num_undrafted:
+            steps = f"{_counted(self.num_undrafted, 'step')} of {self.row_steps}"
+            lines.append(f"{steps} drafted nothing: drafting was being compiled")
         if self.own_code:
             own, count = self.layers.get("model", 0), sum(self.layers.values())
             ran = f"{own} of {count} layers" if count else "all layers"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from contextlib import suppress
 from itertools import product
 from typing import Any
 
@@ -13,17 +12,16 @@ import numpy as np
 import torch
 from transformers.utils.logging import tqdm
 
-from lookahead_hf import compat, ngram_pool
+from lookahead_hf import compat
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting.control.cost_model import SIZES
 from lookahead_hf.drafting.memory import memory_of, placement
-from lookahead_hf.drafting.session import compile_or_warn
 from lookahead_hf.fallback import Unserved
-from lookahead_hf.kernels.cpu import program
 from lookahead_hf.model import position_limits
-from lookahead_hf.ngram_pool.compilation import Compilation
+from lookahead_hf.ngram_pool import compilation
 from lookahead_hf.patches.layers import CompiledSteps
+from lookahead_hf.patches.layers.steps import groups_of
 from lookahead_hf.patches.patched import patched
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.cuda.decision import OnDevice
@@ -42,9 +40,6 @@ REPEATS = 5
 
 SECONDS = 10.0
 """Most time that warming up takes, apart from completing a part that has begun."""
-
-POLL_SECONDS = 0.05
-"""Time between two looks at whether another process has compiled the functions."""
 
 logger = logging.getLogger(__name__)
 
@@ -65,11 +60,11 @@ def warm_up(
     """Compile, prepare layers, capture steps, and measure what draft tokens cost this model.
 
     It ends after `seconds`, and calls do the rest. For a model of 135 million parameters on two
-    cores everything takes about 3 seconds, and 20 more right after an installation.
+    cores everything takes about 3 seconds, and 30 more right after an installation.
 
-    Without it the first calls draft by prompt lookup until numba has compiled (seconds, once per
-    installation). The first steps of a model find out what they cost, and on a CPU which layers the
-    kernels compute; on a GPU, steps are captured during a call.
+    Without it the first calls decode plainly until another process has compiled (half a minute,
+    once per installation). The first steps of a model find out what they cost, and on a CPU which
+    layers the kernels compute; on a GPU, steps are captured during a call.
 
     Args:
         model: The model that will generate.
@@ -83,7 +78,7 @@ def warm_up(
             captured. Captured steps serve one of the two kinds.
         compiled_layers: As in the `SpeculativeConfig` of these calls.
         seconds: When to end; None for no limit. A part that has begun is completed.
-        progress: Whether a bar on stderr shows the progress after the first second.
+        progress: Whether a bar shows the progress after the first second if stderr is a terminal.
 
     Raises:
         ValueError: A number is not an int above 0, `seconds` is not above 0, `compiled_layers` is
@@ -118,7 +113,7 @@ class _Time:
             delay=1.0,
             mininterval=0.5,
             leave=False,
-            disable=not shows,
+            disable=None if shows else True,  # None: shown on a terminal alone
             bar_format=f"warm_up, {{desc}}: {{n:.0f}}{most} s",
         )
 
@@ -126,6 +121,11 @@ class _Time:
     def is_over(self) -> bool:
         """Whether to begin nothing more."""
         return time.monotonic() - self._begin >= self._most
+
+    @property
+    def left(self) -> float:
+        """The seconds until then."""
+        return max(0.0, self._begin + self._most - time.monotonic())
 
     @property
     def is_endless(self) -> bool:
@@ -148,23 +148,6 @@ class _Time:
             logger.info("warm_up has ended after %g s; calls do what is left", self._most)
 
 
-def _compile(limit: _Time, kernels: list[Compilation]) -> None:
-    """Compile numba's functions, or load them; warn where that fails."""
-    if limit.is_endless or not ngram_pool.of_process.available():  # what has failed is tried again
-        limit.show("compiling")
-        compile_or_warn()
-        with suppress(Exception):  # calls go on without them, and say so
-            for part in kernels if ngram_pool.of_process.available() else ():
-                part.compile_now()
-        return
-    for part in (ngram_pool.of_process, *kernels):
-        while not part.ready() and part.available() and not limit.is_over:
-            limit.show("compiling")
-            time.sleep(POLL_SECONDS)
-    if not ngram_pool.of_process.available():
-        compile_or_warn()
-
-
 def _warm_up(
     model: Any,
     batch_size: int,
@@ -179,8 +162,11 @@ def _warm_up(
     is_empty = {each.device.type for each in model.parameters()} == {"meta"}
     if is_empty and not any(map(compat.is_offloaded, model.modules())):
         raise ValueError("the model is on the device 'meta', without weights: load them first")
-    has_kernels = bool(compiled) and model.device.type == "cpu"
-    _compile(limit, program.compilations_of(model.dtype) if has_kernels else [])
+    groups = groups_of(model) if compiled else [compilation.drafting]
+    for each in groups:
+        if not each.is_available():  # what has failed is tried again
+            each.retry()
+    compilation.wait(groups, limit.left, lambda _: limit.show("compiling, once per installation"))
     if limit.is_over:
         return
     limit.show("testing the model")

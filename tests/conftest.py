@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -58,14 +59,23 @@ def fixed_seed() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled() -> None:
-    """No call decodes plainly because numba still compiles."""
+    """No call decodes plainly because another process still compiles."""
     import lookahead_hf.drafting.registry  # noqa: F401 (says what there is to compile)
     import lookahead_hf.patches.layers  # noqa: F401 (the same)
     from lookahead_hf.ngram_pool import compilation
 
-    if compilation.of_process.available():
-        for each in (compilation.of_process, compilation.of_kernels, compilation.of_float16):
-            each.compile_now()
+    if importlib.util.find_spec("numba"):
+        compilation.wait([*compilation.GROUPS.values()])
+
+
+@pytest.fixture(scope="module")
+def compiles() -> Iterator[None]:
+    """Compiled functions may be called with types that no call of `generate` has."""
+    from lookahead_hf.ngram_pool import jit
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jit, "may_compile", True)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -257,10 +257,10 @@ def main() -> None:
 def _compile() -> None:
     """Wait for the compiled functions, without which no scripted drafter is asked."""
     import lookahead_hf.drafting.session  # noqa: F401 (says what there is to compile)
-    from lookahead_hf import ngram_pool
+    from lookahead_hf.ngram_pool import compilation
 
     torch.set_num_threads(1)
-    ngram_pool.of_process.compile_now()
+    compilation.wait([compilation.drafting])
 
 
 if __name__ == "__main__":

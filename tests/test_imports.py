@@ -31,7 +31,7 @@ ROOMS = (
     {"generation"},
     {"batching"},
     {"hook"},
-    {"auto", "pipelines", "serving", "warmup"},
+    {"auto", "compile", "pipelines", "serving", "warmup"},
     {"cli", "ray"},
     {"__main__"},
 )
@@ -63,7 +63,7 @@ LAYERS = {
         """_numba control.budget sources._recycling_numba sources.assistant.growth
         sources.grammar.growth sources.ngram sources.prediction user_drafter""",
         """in_use sources.assistant.drafter sources.grammar.refinement
-        sources.pool sources.recycling uncompiled""",
+        sources.pool sources.recycling""",
         "sources.grammar.drafter sources.mtp",
         "control.calibration",
         "memory tree",

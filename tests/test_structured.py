@@ -18,10 +18,11 @@ from transformers import (
 )
 
 import lookahead_hf
-from lookahead_hf import SpeculativeConfig, ngram_pool
+from lookahead_hf import SpeculativeConfig
 from lookahead_hf.drafting import NgramDrafter
 from lookahead_hf.logits import constraints
 from lookahead_hf.logits.grammars.llguidance import LLGuidance
+from lookahead_hf.ngram_pool import compilation
 from tests.helpers import grammars, requests
 from tests.helpers.compared import served
 from tests.helpers.constrained import BUDGET, check, generate, held, prompts
@@ -31,7 +32,7 @@ from tests.helpers.grammars import END, LIBRARIES, SCHEMAS, WIDTH, processor, sc
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    ngram_pool.of_process.compile_now()
+    compilation.wait([compilation.drafting])
     return lookahead_hf.enable(grammars.model())
 
 

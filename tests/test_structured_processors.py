@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from transformers import SuppressTokensLogitsProcessor
 
 import lookahead_hf
-from lookahead_hf import ngram_pool, structured
+from lookahead_hf import structured
+from lookahead_hf.ngram_pool import compilation
 from tests.helpers import grammars
 from tests.helpers.compared import served
 from tests.helpers.constrained import BUDGET
@@ -27,7 +28,7 @@ from tests.helpers.grammars import END, LEVEL, NUMBER, SCHEMAS, schema, text
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    ngram_pool.of_process.compile_now()
+    compilation.wait([compilation.drafting])
     return lookahead_hf.enable(grammars.model())
 
 

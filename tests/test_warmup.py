@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import replace
 from typing import Any
@@ -11,12 +12,13 @@ import torch
 from tqdm import tqdm
 
 import lookahead_hf
-from lookahead_hf import SpeculativeConfig, ngram_pool, warmup
+from lookahead_hf import SpeculativeConfig, warmup
 from lookahead_hf.call import execution
 from lookahead_hf.drafting.memory import memory_of, placement
 from lookahead_hf.ngram_pool import compilation
 from lookahead_hf.runner.cuda import graph_set, graphs
 from tests.helpers.compared import speculated
+from tests.helpers.compiling import nothing_compiled
 from tests.helpers.device import taped
 from tests.helpers.models import prompt, tiny
 from tests.helpers.multimodal import build
@@ -41,7 +43,7 @@ def test_costs_are_known_afterwards(batch_size: int, compiled: bool, mode: str) 
 
     assert all(num_samples(num_nodes) >= 3 for num_nodes in (0, 1, 2, 4, 8, 16))
     assert num_samples(32) == 0
-    assert ngram_pool.of_process.compiled()
+    assert compilation.drafting.is_loaded()
     assert model.config._attn_implementation == "sdpa"
     assert model.generate(prompt(), max_new_tokens=8, do_sample=False).tolist() == before.tolist()
 
@@ -57,10 +59,13 @@ def test_kernels_that_cannot_be_compiled_are_left_out(monkeypatch: pytest.Monkey
     def fails() -> None:
         raise RuntimeError("no instructions")
 
-    monkeypatch.setattr(compilation.of_float16, "pending", [fails])
-    monkeypatch.setattr(compilation.of_float16, "failure", None)
-    model = lookahead_hf.enable(tiny("llama").half())
-    lookahead_hf.warm_up(model, context_length=20, max_draft_nodes=1, seconds=None)
+    with nothing_compiled(monkeypatch, compilation.kernels["float16"]) as pending:
+        pending.append(fails)
+        with pytest.warns(RuntimeWarning, match="no instructions"):
+            model = lookahead_hf.enable(tiny("llama").half())
+        with pytest.warns(RuntimeWarning, match="no instructions"):
+            monkeypatch.setattr(compilation, "_has_warned", False)
+            lookahead_hf.warm_up(model, context_length=20, max_draft_nodes=1, seconds=None)
     model.generate(prompt(), max_new_tokens=8, speculative=True)
     stats = lookahead_hf.last_stats(model)
     assert stats is not None and stats.own_code == (execution.NO_COMPILER,)
@@ -163,7 +168,7 @@ def test_positions_that_change_with_the_length_stay_as_they_are() -> None:
 
 def test_an_encoder_decoder_model_is_left_to_its_calls() -> None:
     lookahead_hf.warm_up(tiny("bart"))
-    assert ngram_pool.of_process.compiled()
+    assert compilation.drafting.is_loaded()
 
 
 class Clock:
@@ -203,6 +208,9 @@ def test_a_bar_appears_after_a_second(
     shown: list[float] = []
     monkeypatch.setattr(tqdm, "display", lambda *_, **__: shown.append(clock.now))
     monkeypatch.setattr(warmup, "tqdm", tqdm)  # transformers' is off in tests
+    lookahead_hf.warm_up(model, context_length=20, compiled_layers=False)
+    assert not shown  # this is no terminal
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     lookahead_hf.warm_up(model, context_length=20, compiled_layers=False, progress=False)
     assert not shown
     begin = clock.now

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lookahead_hf import ngram_pool, stats
+from lookahead_hf import stats
 from lookahead_hf.batching.progress import Progress
 from lookahead_hf.batching.queues import RequestQueue, Router, Waiting
 from lookahead_hf.batching.request import UNSAID, Job, Maker, own_objects
@@ -20,6 +20,7 @@ from lookahead_hf.batching.session import new_session
 from lookahead_hf.batching.threads import CallersThread, end_team
 from lookahead_hf.compat.batching import GenerationOutput, QueueManager, fill
 from lookahead_hf.generation.decode import run
+from lookahead_hf.ngram_pool.compilation import drafting
 from lookahead_hf.stats import SpeculativeStats
 
 IDLE_SECONDS = 0.1
@@ -78,8 +79,8 @@ class SpeculativeBatchingManager(QueueManager):
         return self.maker.processors
 
     def warmup(self) -> None:
-        """Wait until the compiled functions for drafting are loaded."""
-        ngram_pool.of_process.wait_until_loaded(IDLE_SECONDS)
+        """Load the compiled functions for drafting, if they are on disk."""
+        drafting.ready(IDLE_SECONDS)
         self.warmed_up = True
 
     def start(self) -> None:

@@ -246,6 +246,7 @@ class QueueSession(Session):
                 **self.times.of_row(row),
                 engine=self.verifier.name,
                 per_source=self.drafts.source_stats(row),
+                num_undrafted=int(self.drafts.num_undrafted[row]),
                 **self.runner.ways,
             )
             self._finish(row, job, record)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import click
 
-from lookahead_hf.cli import analyze, bench, demo, env, generate, pool, serve, trace
+from lookahead_hf.cli import analyze, bench, compile, demo, env, generate, pool, serve, trace
 from lookahead_hf.cli.loading import is_out_of_memory
 from lookahead_hf.cli.parsing import VERSION, as_written
 from lookahead_hf.cli.screen import CommandError, write_any_character
@@ -28,7 +28,7 @@ holds the result as JSON.
 exit codes: 0 done, 1 failed with a message, 2 wrong usage, 130 interrupted
 """
 
-_MODULES = (demo, generate, trace, serve, analyze, bench, pool, env)
+_MODULES = (demo, generate, trace, serve, analyze, bench, pool, compile, env)
 _COMMANDS = [module.COMMAND for module in _MODULES]
 
 COMMANDS = click.Group(

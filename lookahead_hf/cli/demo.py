@@ -100,7 +100,10 @@ def _show_prompts(stage: Stage, title: str, prompts: tuple[str, ...]) -> Outcome
     assert speculative.stats is not None
     screen.line(f"\n{speculative.stats}", "dim")
     call = {**inputs, **stage.generation}
-    (partings,) = find_partings(stage.model, call, plain.rows, [speculative.rows], stage.seed or 0)
+    with screen.task("comparing the texts"):
+        (partings,) = find_partings(
+            stage.model, call, plain.rows, [speculative.rows], stage.seed or 0
+        )
     found = [each for each in partings if each is not None]
     parting = min(found, key=lambda each: each.is_near_tie, default=None)  # the worst of the batch
     if parting is None:

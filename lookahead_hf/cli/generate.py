@@ -47,7 +47,7 @@ def COMMAND(arguments: Arguments, screen: Screen) -> None:
     """
     prompts = [read_prompt(prompt) for prompt in arguments.prompts or (None,)]
     schema = read_schema(arguments.json_schema)
-    stage = open_stage(arguments, screen, warms_up=False)
+    stage = open_stage(arguments, screen, warms_up=False, drafts=not arguments.plain)
     run = run_plain if arguments.plain else run_speculative
     for at in range(0, len(prompts), arguments.batch_size):
         batch = prompts[at : at + arguments.batch_size]
@@ -99,10 +99,12 @@ def obeying(schema: str | None, tokenizer: Any) -> dict[str, Any]:
         raise CommandError(str(error)) from error
 
 
-def open_stage(arguments: Arguments, screen: Screen, warms_up: bool = True) -> Stage:
+def open_stage(
+    arguments: Arguments, screen: Screen, warms_up: bool = True, drafts: bool = True
+) -> Stage:
     """Open the model and the assistant that a command's options name; see `open_model`."""
     config = with_pool(arguments.config, arguments.pool)  # a bad file fails before the model loads
-    model, tokenizer = open_model(arguments, screen, warms_up)
+    model, tokenizer = open_model(arguments, screen, warms_up, drafts)
     drafting = {"speculative": config, "speculative_tokenizer": tokenizer}
     if arguments.prediction:
         drafting["prediction"] = read_text(arguments.prediction)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,31 +10,55 @@ from typing import Any
 from lookahead_hf.cli.parsing import Arguments
 from lookahead_hf.cli.real_model import ensure_demo_model
 from lookahead_hf.cli.screen import CommandError, Screen
+from lookahead_hf.ngram_pool import compilation
+from lookahead_hf.ngram_pool.compilation import Functions
 
 NAMES = "takes a folder that save_pretrained wrote, or OWNER/NAME of the Hugging Face hub."
 """What `--model`, `--assistant` and `--tokenizer` take."""
+
+LOADING_SECONDS = 2.0
+"""Longest time in which functions of a group are loaded."""
+
+ABOUT_SECONDS = {"drafting": 13, "common": 2, "bfloat16": 5, "float32": 5, "float16": 5}
+"""What each group takes to compile on a current core."""
 
 HUB_TIMEOUT = 5.0
 """Seconds in which the hub has to answer."""
 
 
-def open_model(arguments: Arguments, screen: Screen, warms_up: bool = True) -> tuple[Any, Any]:
+def open_model(
+    arguments: Arguments, screen: Screen, warms_up: bool = True, drafts: bool = True
+) -> tuple[Any, Any]:
     """Load the model that `model_options` name, and its tokenizer; enable it and warm it up.
 
-    A command that writes one text does not warm up: it drafts at once. CommandError if the model or
-    the device cannot be used.
+    A command that writes one text only waits for compiled functions, if it drafts. CommandError if
+    the model or the device cannot be used.
     """
     import torch
 
     import lookahead_hf
+    from lookahead_hf.patches.layers.steps import groups_of
 
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     model, tokenizer = load(model_name(arguments, screen), "--model", arguments, screen)
     lookahead_hf.enable(model)
+    if drafts:
+        wait_for_functions(screen, groups_of(model))
     if warms_up:
         warm_up(screen, model)
     return model, tokenizer
+
+
+def wait_for_functions(screen: Screen, groups: Sequence[Functions]) -> None:
+    """Wait for compiled functions, and show that where it takes more than loading them."""
+    compilation.request(groups)
+    missing = [each for each in groups if not each.ready(LOADING_SECONDS) and each.is_available()]
+    if missing:
+        about = sum(ABOUT_SECONDS[each.name] for each in missing)
+        label = "compiling kernels, once per installation"
+        with screen.task(label, about, unit="seconds") as report:
+            compilation.wait(missing, show=lambda passed: report(int(passed)))
 
 
 def warm_up(screen: Screen, model: Any) -> None:

@@ -78,7 +78,7 @@ def _build(arguments: Arguments, screen: Screen) -> None:
         vocab_size=len(tokenizer),
         tokenizer_fingerprint=fingerprint(tokenizer),
     )
-    with screen.task(f"reading {len(files)} files", total, in_bytes=True) as report:
+    with screen.task(f"reading {len(files)} files", total, unit="bytes") as report:
         done = 0
         for texts, num_bytes in chain.from_iterable(_texts(f, arguments.field) for f in files):
             for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:

@@ -50,6 +50,11 @@ class Screen:
         if not self.has_colour:
             self._out.width = PIPE_WIDTH
 
+    @property
+    def shows_progress(self) -> bool:
+        """Whether a bar shows how far a task is."""
+        return self._err.is_terminal
+
     def line(self, text: str = "", style: str = "") -> None:
         self.write(f"{text}\n", style)
 
@@ -87,19 +92,28 @@ class Screen:
 
     @contextmanager
     def task(
-        self, label: str, total: int | None = None, in_bytes: bool = False
+        self, label: str, total: int | None = None, unit: str | None = None
     ) -> Iterator[Report]:
-        """Show that a task is under way and, with a `total`, how much of it is done."""
+        """Show that a task is under way and, with a `total`, how much of it is done.
+
+        The total counts something, or is in "bytes" or, roughly known, in "seconds".
+        """
         from rich import progress
 
-        if not self._err.is_terminal:
+        if not self.shows_progress:
             self._err.print(f"{label} ...")
             yield lambda done: None
             return
         columns: list[Any] = [progress.SpinnerColumn(), progress.TextColumn("{task.description}")]
         if total is not None:
             columns.append(progress.BarColumn())
-            columns.append(progress.DownloadColumn() if in_bytes else progress.MofNCompleteColumn())
+            columns.append(
+                progress.DownloadColumn()
+                if unit == "bytes"
+                else progress.TextColumn("{task.completed:.0f} of about {task.total:.0f} s")
+                if unit == "seconds"
+                else progress.MofNCompleteColumn()
+            )
         with progress.Progress(*columns, console=self._err, transient=True) as bar:
             task = bar.add_task(label, total=total)
             yield lambda done: bar.update(task, completed=done)

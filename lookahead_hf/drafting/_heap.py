@@ -8,16 +8,16 @@ fills with the nodes that leave.
 
 from __future__ import annotations
 
-from lookahead_hf.ngram_pool.jit import jit
+from lookahead_hf.ngram_pool.jit import jit_inner
 
 
-@jit
+@jit_inner
 def before(a, b, reach):
     """Return whether node `a` leaves the queue before node `b`."""
     return reach[a] > reach[b] or (reach[a] == reach[b] and a < b)
 
 
-@jit
+@jit_inner
 def push(heap, top, size, node, reach):
     """Add a node; returns the new size."""
     hole = size
@@ -28,7 +28,7 @@ def push(heap, top, size, node, reach):
     return size + 1
 
 
-@jit
+@jit_inner
 def pop(heap, top, size, reach):
     """Remove the node at `heap[top]`, which the caller has read; returns the new size."""
     size -= 1

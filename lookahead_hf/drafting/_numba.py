@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from lookahead_hf.drafting._heap import pop, push
-from lookahead_hf.ngram_pool.jit import jit
+from lookahead_hf.ngram_pool.jit import jit, jit_inner
 
 # Rows of the scratch arrays.
 PARENT, DEPTH, FIRST_ENTRY, LAST_ENTRY, FIRST_CHILD, NEXT_SIBLING, PLACE = range(7)
@@ -82,7 +82,7 @@ def merge_trees(
     )  # fmt: skip
 
 
-@jit
+@jit_inner
 def _table_size(num_nodes):
     """Return a power of two that leaves at least half of a hash table free."""
     size = 16
@@ -91,7 +91,7 @@ def _table_size(num_nodes):
     return size
 
 
-@jit
+@jit_inner
 def _copy_entries(entry, entries, end, out_entries):
     """Write a node's list of entries from `end` on; return its new end."""
     while entry >= 0:
@@ -102,7 +102,7 @@ def _copy_entries(entry, entries, end, out_entries):
     return end
 
 
-@jit
+@jit_inner
 def _largest_row(row_offsets, entry_offsets):
     """Return the most nodes and the most entries that one row has over all sources."""
     most_nodes, most_entries = 1, 1
@@ -116,7 +116,7 @@ def _largest_row(row_offsets, entry_offsets):
     return most_nodes, most_entries
 
 
-@jit
+@jit_inner
 def _unite(
     row, row_offsets, token_ids, parents, entry_offsets, buckets, max_depth, vocab_size, table,
     nodes, entries, united, origin, tokens,
@@ -160,7 +160,7 @@ def _unite(
     return count
 
 
-@jit
+@jit_inner
 def _add_entry(node, source, bucket, nodes, entries, num_entries):
     """Append (source, bucket) to a node's list unless it is there; return the number of entries."""
     entry = nodes[FIRST_ENTRY, node]
@@ -179,7 +179,7 @@ def _add_entry(node, source, bucket, nodes, entries, num_entries):
     return num_entries + 1
 
 
-@jit
+@jit_inner
 def _reach(count, nodes, entries, rates, bucket_starts, reach, total):
     """Fill `reach` with path probabilities; `total` holds the siblings' sums, the root's last."""
     root = len(total) - 1
@@ -201,7 +201,7 @@ def _reach(count, nodes, entries, rates, bucket_starts, reach, total):
         reach[node] = above * reach[node] / max(total[parent if parent >= 0 else root], 1.0)
 
 
-@jit
+@jit_inner
 def _take_likeliest(count, nodes, reach, heap, max_nodes):
     """Put the best nodes into `heap[:kept]`, likeliest first, and their indices into PLACE."""
     roots = _link_children(nodes[PARENT, :count], nodes[FIRST_CHILD], nodes[NEXT_SIBLING])
@@ -218,7 +218,7 @@ def _take_likeliest(count, nodes, reach, heap, max_nodes):
     return kept
 
 
-@jit
+@jit_inner
 def _link_children(parents, first_child, next_sibling):
     """Fill the lists of children in the order of the nodes; return the root's first child."""
     roots = -1
@@ -234,7 +234,7 @@ def _link_children(parents, first_child, next_sibling):
     return roots
 
 
-@jit
+@jit_inner
 def _push_siblings(heap, top, size, node, nodes, reach):
     while node >= 0:
         size = push(heap, top, size, node, reach)
@@ -249,7 +249,10 @@ def head_order(row_offsets, parents, counts):
     Returns new row offsets, the old flat index of each kept node, and its new parent, [kept] int32.
     """
     num_rows = len(row_offsets) - 1
-    capacity, num_nodes = counts.sum(), max(counts.max(), 1)
+    capacity, num_nodes = 0, 1
+    for row in range(num_rows):
+        capacity += counts[row]
+        num_nodes = max(num_nodes, counts[row])
     offsets = np.zeros(num_rows + 1, np.int64)
     order = np.empty(capacity, np.int64)
     moved_parents = np.empty(capacity, np.int32)

@@ -158,15 +158,6 @@ class Ensemble(Drafter):
         for guard, source in self._observers():
             guard.run(source.observe, rows, draft, verdict, logits)
 
-    def count_chains(self, draft: DraftTree, verdict: Verdict) -> None:
-        """Count a draft of one source's chain per row, without numba."""
-        assert draft.evidence is not None
-        starts = draft.evidence.offsets[draft.row_offsets]
-        drafted, accepted = np.diff(starts), verdict.of_text.num_accepted
-        rows = np.flatnonzero(drafted)
-        source = draft.evidence.source[starts[rows]]
-        self.counts[rows, :, source] += np.stack([drafted, accepted, accepted], 1)[rows]
-
     def end(self, rows: Rows) -> None:
         for guard, source in zip(self._guards, self._sources, strict=True):
             guard.run(source.end, rows, always=True)

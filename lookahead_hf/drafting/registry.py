@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from lookahead_hf.drafting.memory import memory_of
 from lookahead_hf.drafting.sources.grammar.drafter import GrammarDrafter
 from lookahead_hf.drafting.tree import head
 from lookahead_hf.drafting.user_drafter import Adapted
-from lookahead_hf.ngram_pool.compilation import of_process
+from lookahead_hf.ngram_pool.compilation import drafting
 from lookahead_hf.rows import Rows
 from lookahead_hf.utils.spelling import known_names
 
@@ -136,24 +137,24 @@ def _given(
     }
 
 
-def _warm_up() -> None:
-    """Run all compiled functions of drafting once, on logits of both widths."""
+def _load(bits: int) -> None:
+    """Call the functions of a step, on logits of so many bits."""
     import torch
 
     from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
 
-    for dtype in (torch.bfloat16, torch.float32):
-        source = RecyclingDrafter(top_k=2, capacity=4)
-        ensemble = Ensemble([source], Calibration([source]), 1)
-        rows = Rows(np.zeros((1, 2), np.int64))
-        rows.emit(0, 0)
-        ensemble.begin(rows)
-        for _ in range(2):
-            draft = head(ensemble.propose(rows, 2), 1)
-            rows.emit(0, 1)
-            logits = torch.zeros(1, 1 + draft.num_nodes, 3, dtype=dtype)
-            ensemble.observe(rows, draft, Verdict.from_rows([[1]], [[]]), logits)
-        ensemble.end(rows)
+    source = RecyclingDrafter(top_k=2, capacity=4)
+    ensemble = Ensemble([source], Calibration([source]), 1)
+    rows = Rows(np.zeros((1, 2), np.int64))
+    rows.emit(0, 0)
+    ensemble.begin(rows)
+    for _ in range(2):
+        draft = head(ensemble.propose(rows, 2), 1)
+        rows.emit(0, 1)
+        dtype = torch.bfloat16 if bits == 16 else torch.float32
+        logits = torch.zeros(1, 1 + draft.num_nodes, 3, dtype=dtype)
+        ensemble.observe(rows, draft, Verdict.from_rows([[1]], [[]]), logits)
+    ensemble.end(rows)
 
 
-of_process.register(_warm_up)
+drafting.register(partial(_load, 16), partial(_load, 32))

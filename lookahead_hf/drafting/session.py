@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lookahead_hf import ngram_pool
+import numpy as np
+
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.draft import DraftTree, Verdict
@@ -18,14 +18,13 @@ from lookahead_hf.drafting.drafter import Drafter, Guard
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.memory import memory_of, placement
 from lookahead_hf.drafting.tree import head, likeliest_chain
-from lookahead_hf.drafting.uncompiled import UncompiledDrafts
+from lookahead_hf.ngram_pool.compilation import drafting
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.outputs import DeviceOutputs
 from lookahead_hf.stats import SourceStats
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
 
@@ -38,31 +37,6 @@ MOST_RESTS = 15
 
 CHAIN_OF = 64
 """Nodes of the tree from which a chain is taken."""
-
-
-_has_warned = False
-
-
-def compile_or_warn() -> None:
-    """Compile all numba functions, or warn that calls decode plainly."""
-    with suppress(Exception):
-        ngram_pool.of_process.compile_now()
-    _check_numba()
-
-
-def _check_numba() -> None:
-    try:
-        ngram_pool.of_process.check_available()
-    except ngram_pool.NumbaMissingError as error:
-        warn_of_numba(error)
-
-
-def warn_of_numba(error: ngram_pool.NumbaMissingError) -> None:
-    """Warn once per process that nothing is drafted."""
-    global _has_warned
-    if not _has_warned:
-        _has_warned = True
-        warnings.warn(f"calls decode plainly: {error}", RuntimeWarning, stacklevel=4)
 
 
 @dataclass(frozen=True)
@@ -79,7 +53,8 @@ class DraftSession:
     """Proposes drafts of the size that pays, and never changes the text of the call.
 
     If several processes run the rows of a call, all use the draft of the one that decides.
-    `reads_hidden_states` tells whether a source reads the target's last hidden states.
+    `reads_hidden_states` tells whether a source reads the target's last hidden states;
+    `num_undrafted` counts steps of each row that came before numba's functions, [rows].
     """
 
     prompt: torch.Tensor | None = None
@@ -125,9 +100,9 @@ class DraftSession:
             placement(model) + (" one shape" if runner.has_one_shape else ""),
             length if isinstance(length, int) else None,
         )
-        self._uncompiled = UncompiledDrafts(sources, tokens, length)
         self._processes, self._complete = processes or Processes(), complete
         self._guard = Guard(_warn_of_end)
+        self.num_undrafted = np.zeros(rows.num_rows, np.int64)
         self._begun = False
         self._rest = self._resting = 0
 
@@ -144,16 +119,13 @@ class DraftSession:
         if not self._processes.decides or self._begun:
             return
         prompt, self.prompt = self.prompt, None
-        if ngram_pool.of_process.ready():
+        if drafting.ready():
             self._begun = True
             self._ensemble.begin(rows, prompt)
-        else:
-            ngram_pool.of_process.give_way()
-            _check_numba()
 
     def begin_row(self, rows: Rows, row: int) -> None:
         """Show the sources a new text in a row."""
-        self._ensemble.counts[row] = 0
+        self._ensemble.counts[row] = self.num_undrafted[row] = 0
         if self._goes_on:
             self._ensemble.begin_row(rows, row)
 
@@ -175,14 +147,13 @@ class DraftSession:
     def _draft(self, rows: Rows) -> DraftTree | None:
         most = self._budget.most_nodes
         self._resting = max(0, self._resting - 1)
+        if not self._begun:
+            if drafting.is_available():
+                self.num_undrafted += rows.live
+            return None
         if not most or self._resting:
             self._ensemble.backoff.skip_step()
             return None
-        if not self._begun:
-            if not ngram_pool.of_process.available():
-                return None
-            tree = self._uncompiled.propose(rows, most)
-            return likeliest_chain(tree, self._budget.choose(tree))
         if not self._ensemble.backoff.begin_step():
             return None
         tree = self._ensemble.propose(rows, CHAIN_OF if self._limits.chains else most)
@@ -224,10 +195,7 @@ class DraftSession:
     def _learn(
         self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: Any, seconds: float | None
     ) -> None:
-        if not self._begun:
-            # What the step cost tells nothing: it ran beside the compilation.
-            if draft.evidence is not None:
-                self._ensemble.count_chains(draft, verdict)
+        if not self._begun:  # what the step cost tells nothing: it ran beside the compilation
             return
         self._ensemble.observe(rows, draft, verdict, logits)
         self._ensemble.weigh_sources(len(verdict.of_text.token_ids), seconds)

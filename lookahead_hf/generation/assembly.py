@@ -13,12 +13,13 @@ from lookahead_hf.call.streaming import ColumnStream
 from lookahead_hf.distributed import coordinator
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.registry import build
-from lookahead_hf.drafting.session import INVARIANT_WIDTH, DraftSession, Limits, warn_of_numba
+from lookahead_hf.drafting.session import INVARIANT_WIDTH, DraftSession, Limits
 from lookahead_hf.generation.recorder import StatsRecorder
 from lookahead_hf.generation.session import BatchSession
 from lookahead_hf.generation.tracer import Tracer
 from lookahead_hf.logits import constraints
 from lookahead_hf.model import position_limits
+from lookahead_hf.ngram_pool import compilation
 from lookahead_hf.patches.layers import CompiledSteps
 from lookahead_hf.rows import rows_of
 from lookahead_hf.runner.cuda.decision import OnDevice, OnHost
@@ -143,7 +144,7 @@ def build_drafters(
             draws=request.draws(do_sample),
         )
     except ngram_pool.NumbaMissingError as error:
-        warn_of_numba(error)
+        compilation.warn_of(error)
         return []
 
 

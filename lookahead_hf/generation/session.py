@@ -163,6 +163,7 @@ class BatchSession(Session):
             self.rows,
             engine=self.verifier.name,
             per_source=per_source,
+            num_undrafted=int(self.drafts.num_undrafted.sum()),
             **self.runner.ways,
             trace=None if self.tracer is None else self.tracer.finish(self.rows, list(per_source)),
             num_fed=self.runner.num_fed,

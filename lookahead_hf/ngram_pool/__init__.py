@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lookahead_hf.ngram_pool.compilation import NumbaMissingError, of_process
+from lookahead_hf.ngram_pool.compilation import NumbaMissingError
 from lookahead_hf.ngram_pool.pool import NgramPool, PoolInfo
 from lookahead_hf.ngram_pool.suffix_index import SuffixIndexes
 
-__all__ = ["NgramPool", "NumbaMissingError", "PoolInfo", "SuffixIndexes", "of_process"]
+__all__ = ["NgramPool", "NumbaMissingError", "PoolInfo", "SuffixIndexes"]

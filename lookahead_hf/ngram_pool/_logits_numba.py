@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lookahead_hf.ngram_pool.jit import jit
+from lookahead_hf.ngram_pool.jit import jit, jit_inner
 
 LANES = 1024
 """Lanes of a row of logits: 48 elements each for a vocabulary of 49,152."""
@@ -45,7 +45,7 @@ def top_rows(bits, which, counts, tokens, probs):
         probs[out, count:] = 0.0
 
 
-@jit
+@jit_inner
 def _sum_of_exp(values, top):
     """Return the sum of `exp(values - top)` within 2 %; overwrite `values`.
 
@@ -64,7 +64,7 @@ def _sum_of_exp(values, top):
     return total / (1 << 20)
 
 
-@jit
+@jit_inner
 def _key(pattern, lowest):
     """Return a float's bit pattern as an integer that sorts like the float; its own inverse.
 
@@ -73,7 +73,7 @@ def _key(pattern, lowest):
     return pattern if pattern >= 0 else lowest - 1 - pattern
 
 
-@jit
+@jit_inner
 def _lane_maxima(row, maxima):
     """Fill `maxima`, four parts of the row side by side: waits for different pages overlap."""
     lanes, lowest, kind = len(maxima), np.iinfo(row.dtype).min, row.dtype.type
@@ -94,7 +94,7 @@ def _lane_maxima(row, maxima):
             maxima[lane] = max(maxima[lane], kind(_key(block[lane], lowest)))
 
 
-@jit
+@jit_inner
 def _decode(keys, patterns):
     """Turn keys back into bit patterns of float32, of which bfloat16 is the upper half."""
     lowest = np.iinfo(keys.dtype).min
@@ -103,7 +103,7 @@ def _decode(keys, patterns):
         patterns[i] = _key(keys[i], lowest) << shift
 
 
-@jit
+@jit_inner
 def _select(row, maxima, found):
     """Fill `found` with the largest elements, best first; return their number.
 
@@ -124,7 +124,7 @@ def _select(row, maxima, found):
     return count
 
 
-@jit
+@jit_inner
 def _threshold(maxima, k):
     """Return a number that at least `k` of the maxima reach, and hardly more, by bisection."""
     low = high = maxima[0]
@@ -143,7 +143,7 @@ def _threshold(maxima, k):
     return maxima.dtype.type(low)
 
 
-@jit
+@jit_inner
 def _num_reach(maxima, threshold):
     count = np.int16(0)  # the narrowest that holds `LANES`: more of them in a vector
     for lane in range(len(maxima)):
@@ -151,7 +151,7 @@ def _num_reach(maxima, threshold):
     return count
 
 
-@jit
+@jit_inner
 def _insert(value, best, count):
     """Insert a value into a descending list unless larger ones fill it; return its length."""
     if count == len(best):
@@ -166,7 +166,7 @@ def _insert(value, best, count):
     return count + 1
 
 
-@jit
+@jit_inner
 def find(keys, before, last):
     """Return the entry of `(before, last)`, or of `last` alone if `before` is -1; -1: none."""
     key = (np.int64(before + 1) << 32) | np.int64(last)
@@ -192,13 +192,13 @@ def remember(keys, stamps, tokens, probs, clock, before, last, new_tokens, new_p
     return clock
 
 
-@jit
+@jit_inner
 def _ways_of(keys, key):
     mixed = np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)
     return np.int64((mixed >> np.uint64(32)) & np.uint64(len(keys) - 1))
 
 
-@jit
+@jit_inner
 def _write(keys, stamps, tokens, probs, clock, before, last, new_tokens, new_probs):
     key = (np.int64(before + 1) << 32) | np.int64(last)
     ways = _ways_of(keys, key)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 
 from lookahead_hf.ngram_pool import matches
-from lookahead_hf.ngram_pool.jit import jit
+from lookahead_hf.ngram_pool.jit import jit, jit_inner
 from lookahead_hf.ngram_pool.matches import BORDER, NUM_KEYS, NUM_SHARES, NUM_TOTALS
 
 FREE = -1
@@ -37,7 +37,7 @@ TOKEN, PARENT, DEPTH, BUCKET, LEVEL, COUNT = range(6)
 NUM_FIELDS = 6
 
 
-@jit
+@jit_inner
 def insert(text, links, heads, place, token_id, context):
     """Write a token to its place, which ends the text; return the number of new entries.
 
@@ -80,7 +80,7 @@ def rehash(text, heads, larger):
         larger[slot] = entry
 
 
-@jit
+@jit_inner
 def grow(text, links, heads, length, limits, rates, min_score, nodes, scores):
     """Fill `nodes` [max_nodes, 6] and `scores` [max_nodes], best first; return their number.
 
@@ -111,12 +111,14 @@ def grow(text, links, heads, length, limits, rates, min_score, nodes, scores):
         node += 1
         if node == num_ranked:
             return node
-        nodes[node] = ranked[order[node]]
+        best = ranked[order[node]]
+        for field in range(NUM_FIELDS):  # numba compiles an assignment of slices for seconds
+            nodes[node, field] = best[field]
         depth, score = nodes[node, DEPTH], scores[node]
     return max_nodes
 
 
-@jit
+@jit_inner
 def _gather(text, place, context):
     """Fill `context`, newest first, with the tokens before `place`; return their number."""
     known = 0
@@ -126,7 +128,7 @@ def _gather(text, place, context):
     return known
 
 
-@jit
+@jit_inner
 def _write_path(nodes, node, context):
     """Fill `context`, newest first, with the newest tokens of a node's path."""
     for i in range(len(context)):
@@ -134,7 +136,7 @@ def _write_path(nodes, node, context):
         node = nodes[node, PARENT]
 
 
-@jit
+@jit_inner
 def longer_key(key, context, k):
     """Return the hash of the context's last `2**k` tokens, from that of the next shorter key."""
     for i in range((1 << k) >> 1, 1 << k):
@@ -143,12 +145,12 @@ def longer_key(key, context, k):
     return key
 
 
-@jit
+@jit_inner
 def _first_slot(key, num_slots):
     return np.int64(((key >> np.uint64(32)) * np.uint64(num_slots)) >> np.uint64(32))
 
 
-@jit
+@jit_inner
 def _find(text, heads, context, k, key):
     """Return the slot of the context's last `2**k` tokens: that of their entry, or a free one."""
     slot = _first_slot(key, len(heads))
@@ -164,7 +166,7 @@ def _find(text, heads, context, k, key):
             slot = 0
 
 
-@jit
+@jit_inner
 def _match_len(text, place, context, equal, most):
     """Return the match length before `place`, at most `most`, of which `equal` is known."""
     while equal < most and text[place - 1 - equal] == context[equal]:
@@ -172,7 +174,7 @@ def _match_len(text, place, context, equal, most):
     return equal
 
 
-@jit
+@jit_inner
 def _look_up(text, links, heads, context, min_ngram, shortest, scratch):
     """Fill `found` with the tokens that followed the context; return their number.
 
@@ -199,7 +201,7 @@ def _look_up(text, links, heads, context, min_ngram, shortest, scratch):
     return num_found
 
 
-@jit
+@jit_inner
 def set_buckets(found, num_found, occurrences):
     """Set the bucket of each token, from its COUNT of the `occurrences` of its LEVEL or more."""
     for level in range(NUM_LEVELS - 1, 0, -1):
@@ -211,7 +213,7 @@ def set_buckets(found, num_found, occurrences):
         found[i, BUCKET] = (level * NUM_SHARES + share) * NUM_TOTALS + min(NUM_TOTALS, total) - 1
 
 
-@jit
+@jit_inner
 def _newest_places(text, heads, context, newest):
     """Fill `newest[k]` with each key's newest occurrence; return the longest `k`, or -1."""
     key = np.uint64(0)
@@ -226,7 +228,7 @@ def _newest_places(text, heads, context, newest):
     return NUM_KEYS - 1
 
 
-@jit
+@jit_inner
 def _note(found, num_found, token, level):
     """Count an occurrence for the token after it, unless a longer match decides about it."""
     for i in range(num_found):
@@ -241,7 +243,7 @@ def _note(found, num_found, token, level):
     return num_found + 1
 
 
-@jit
+@jit_inner
 def _best_rate_of_keys(rates):
     """Return the highest rate among the matches that each key finds, [keys]."""
     best = np.zeros(NUM_KEYS)
@@ -251,7 +253,7 @@ def _best_rate_of_keys(rates):
     return best
 
 
-@jit
+@jit_inner
 def _shortest_key(best_rates, score, min_score, scores, num_ranked):
     """Return the first key that may find a child good enough for the tree, or `NUM_KEYS`."""
     for k in range(NUM_KEYS):
@@ -261,7 +263,7 @@ def _shortest_key(best_rates, score, min_score, scores, num_ranked):
     return NUM_KEYS
 
 
-@jit
+@jit_inner
 def rank(ranked, order, scores, first, num_ranked, candidate, score):
     """Sort a candidate into `order[first:num_ranked]`; if that is full, the last one drops out.
 

@@ -34,7 +34,7 @@ from lookahead_hf.ngram_pool._pool_table import (
     place_of,
     time_of,
 )
-from lookahead_hf.ngram_pool.jit import jit
+from lookahead_hf.ngram_pool.jit import jit, jit_inner
 from lookahead_hf.ngram_pool.matches import BORDER, NUM_KEYS
 
 __all__ = ["append", "grow"]
@@ -83,7 +83,7 @@ def grow(
     return len(scores)
 
 
-@jit
+@jit_inner
 def _look_up(log, links, table, head, live, now, time_bits, context, min_ngram, found):
     """Fill `found` with the newest occurrences of the context's suffixes; return their number.
 
@@ -115,7 +115,7 @@ def _look_up(log, links, table, head, live, now, time_bits, context, min_ngram, 
     return num_found
 
 
-@jit
+@jit_inner
 def _follow_links(log, links, head, live, longest, ages, found):
     """Fill `ages` [keys, visits] with the older occurrences of each key, 0 after the last.
 
@@ -133,7 +133,7 @@ def _follow_links(log, links, head, live, longest, ages, found):
                     ages[k, visit] = age
 
 
-@jit
+@jit_inner
 def _read_next(log, head, vocab_size, found, first, last):
     """Read the next token of each occurrence, and drop those that end; return the new `last`."""
     kept = first
@@ -147,7 +147,7 @@ def _read_next(log, head, vocab_size, found, first, last):
     return kept
 
 
-@jit
+@jit_inner
 def _sort_children(found, first, last, max_ngram, children):
     """Sort occurrences by their next token and advance past it; return the number of tokens."""
     occurrences = np.zeros(NUM_LEVELS, np.int32)
@@ -172,7 +172,7 @@ def _sort_children(found, first, last, max_ngram, children):
     return num_children
 
 
-@jit
+@jit_inner
 def _group(found, first, last):
     """Move the occurrences with the first one's next token next to it; return their end."""
     end = first + 1

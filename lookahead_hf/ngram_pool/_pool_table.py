@@ -24,7 +24,7 @@ from __future__ import annotations
 import numpy as np
 
 from lookahead_hf.ngram_pool._numba import LONGEST_KEY, longer_key
-from lookahead_hf.ngram_pool.jit import jit
+from lookahead_hf.ngram_pool.jit import jit, jit_inner
 from lookahead_hf.ngram_pool.matches import BORDER, NUM_KEYS
 from lookahead_hf.ngram_pool.store import FEWEST_BUCKETS, ROOM_TO_GROW, WAYS
 
@@ -68,7 +68,7 @@ def append(log, links, table, num_buckets, num_added, max_tokens, time_bits, tok
     return more_borders
 
 
-@jit
+@jit_inner
 def newest_occurrence(log, table, num_buckets, head, live, now, time_bits, context, k, key):
     """Return the bucket and way of a key's entry and the age of its newest occurrence, 0 for none.
 
@@ -92,7 +92,7 @@ def newest_occurrence(log, table, num_buckets, head, live, now, time_bits, conte
     return bucket, oldest, np.int64(0)
 
 
-@jit
+@jit_inner
 def match_length(log, head, live, age, context, most):
     """Return the match length before the token of that age, at most `most`."""
     most = min(most, live - age)
@@ -102,20 +102,20 @@ def match_length(log, head, live, age, context, most):
     return equal
 
 
-@jit
+@jit_inner
 def place_of(log, head, age):
     """Return the place of the token of that age, which is at most `live`."""
     place = head - age
     return place if place >= 0 else place + len(log)
 
 
-@jit
+@jit_inner
 def time_of(num_added, time_bits):
     """Return the arrival time of the token that follows `num_added` others, never 0."""
     return 1 + num_added % ((1 << time_bits) - 1)
 
 
-@jit
+@jit_inner
 def age_of(entry, now, time_bits):
     """Return the age of an entry's token, 1 or more; the next token would arrive at `now`."""
     period = (np.int64(1) << time_bits) - 1
@@ -123,7 +123,7 @@ def age_of(entry, now, time_bits):
     return age if age > 0 else age + period
 
 
-@jit
+@jit_inner
 def bucket_of_key(key, num_buckets):
     """Return the bucket of a key: the bits of its hash that number the buckets, or one bit less."""
     mask = num_buckets - 1
@@ -133,13 +133,13 @@ def bucket_of_key(key, num_buckets):
     return bucket if bucket < num_buckets else bucket & (mask >> 1)
 
 
-@jit
+@jit_inner
 def tag_of(key, time_bits):
     """Return the bits of the key's hash that an entry keeps."""
     return np.int64(key & np.uint64(0xFFFFFFFF)) >> time_bits
 
 
-@jit
+@jit_inner
 def _forget(table, bucket, live, now, time_bits):
     """Free the entries of keys that have left the log, long before their arrival times recur."""
     kept = 0
@@ -151,7 +151,7 @@ def _forget(table, bucket, live, now, time_bits):
     table[bucket, kept:] = FREE
 
 
-@jit
+@jit_inner
 def _split(log, table, new, head, live, now, time_bits, context):
     """Start the next bucket with those entries of an older bucket that now belong to it."""
     highest_bit = FEWEST_BUCKETS
@@ -172,7 +172,7 @@ def _split(log, table, new, head, live, now, time_bits, context):
     table[new, moved:] = FREE
 
 
-@jit
+@jit_inner
 def _key_of_entry(log, head, live, now, time_bits, entry, bucket, num_buckets, context):
     """Return the hash of an entry's key, 0 if the log no longer holds it."""
     key = np.uint64(0)
@@ -191,7 +191,7 @@ def _key_of_entry(log, head, live, now, time_bits, entry, bucket, num_buckets, c
     return np.uint64(0)
 
 
-@jit
+@jit_inner
 def _gather(log, place, known, context):
     """Fill `context`, newest first, with the `known` tokens before `place`; return their number."""
     for i in range(min(known, len(context))):

@@ -24,7 +24,7 @@ from lookahead_hf.ngram_pool._numba import (
     insert,
     rehash,
 )
-from lookahead_hf.ngram_pool.jit import jit
+from lookahead_hf.ngram_pool.jit import jit, jit_inner
 from lookahead_hf.ngram_pool.matches import NUM_KEYS
 
 __all__ = ["grow_rows", "insert_rows", "rehash"]
@@ -47,7 +47,7 @@ def _pointer(_, address):
     return types.voidptr(address), generate
 
 
-@jit
+@jit_inner
 def _arrays(state):
     room = state[TEXT_ROOM]
     text = carray(_pointer(state[TEXT]), (room,), np.int32)

@@ -1,69 +1,26 @@
-"""Loads or compiles numba's functions without stalling a call, and knows when they are ready."""
+"""Loads numba's functions between and within calls, after another process has compiled them."""
 
 from __future__ import annotations
 
-import importlib.util
-import logging
+import math
 import os
-import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
 
-logger = logging.getLogger(__name__)
+from lookahead_hf.utils.warn import warn_caller
 
-PATIENCE = 20.0
-"""Seconds after which steps begin to give way to the process that compiles."""
+PIECE_SECONDS = 0.05
+"""Time after which a step loads no more functions; one function takes up to 0.1 seconds."""
 
-MOMENT = 0.005
-"""Seconds for which a step gives way: about a seventh of its time on two cores."""
-
-IDLE_SECONDS = 30.0
-"""Seconds for which that process runs only where cores are idle."""
-
-MOST_SECONDS = 120.0
-"""Seconds after which that process is ended, and this one compiles."""
-
-_IN_CHILD = "LOOKAHEAD_HF_COMPILING"
-"""Set in the environment of the process that compiles, which starts no other."""
-
-# Linux lets no process leave the idle priority again, so that a copy of the process takes it. What
-# it has compiled by the time that it is ended is on disk.
-_CHILD = """\
-import sys
-sys.path[:] = filter(None, sys.path)  # a file here may be called signal.py
-import contextlib, importlib, os, signal, time
-sys.path[:] = {path!r}
-signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt at a prompt is not for it
-
-def compile_all():
-    from lookahead_hf.ngram_pool import compilation
-    for name in {modules!r}:
-        importlib.import_module(name)
-    compilation.{name}.compile_now()
-
-if hasattr(os, "SCHED_IDLE"):
-    copy = os.fork()
-    if not copy:
-        with contextlib.suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-        compile_all()
-        sys.exit()
-    end = time.monotonic() + {idle_seconds!r}
-    while time.monotonic() < end:
-        ended, status = os.waitpid(copy, os.WNOHANG)
-        if ended and os.WIFSIGNALED(status):
-            os.kill(os.getpid(), os.WTERMSIG(status))
-        if ended:
-            sys.exit(status != 0)
-        time.sleep(0.05)
-    os.kill(copy, signal.SIGKILL)
-    os.waitpid(copy, 0)
-compile_all()
-"""
+POLL_SECONDS = 0.05
+"""Time between two looks at whether the other process has compiled something."""
 
 
 class NumbaMissingError(ImportError):
@@ -75,10 +32,14 @@ class NumbaMissingError(ImportError):
         is_missing = reason is None or getattr(reason, "name", None) == "numba"
         error = f"{type(reason).__name__}: {reason}"
         why = "is not installed" if is_missing else f"does not work here ({error})"
-        super().__init__(
-            f"drafting needs numba, which {why}: `pip install numba` installs a version that fits "
-            "the other packages"
-        )
+        remedy = "`pip install numba` installs a version that fits the other packages"
+        if isinstance(reason, CompilingError):
+            why, remedy = f"has compiled nothing ({reason})", "`lookahead-hf compile` tries again"
+        super().__init__(f"drafting needs numba, which {why}: {remedy}")
+
+
+class CompilingError(RuntimeError):
+    """The process that compiles could not start, or has ended without result."""
 
 
 @contextmanager
@@ -90,180 +51,244 @@ def importing_numba() -> Iterator[None]:
         raise NumbaMissingError(error) from error
 
 
-class Compilation:
-    """Functions that numba has to compile, or to load from disk."""
+class Child:
+    """A process that compiles groups of functions; it ends with this one."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """Start it.
+
+        Raises:
+            CompilingError: That is impossible.
+        """
+        self._end: str | None = None  # as `reason`
+        # The executable of a packaged program is the program.
+        if getattr(sys, "frozen", False) or not sys.executable:
+            raise CompilingError("a packaged program has no interpreter to start")
+        # Objects other than strings, such as paths, are ignored by imports.
+        path = os.pathsep.join(each for each in sys.path if isinstance(each, str))
+        try:
+            with tempfile.TemporaryFile() as errors:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "lookahead_hf.compile", *names],
+                    env=os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+                    stdin=subprocess.PIPE,  # which ends with this process, whatever ends it
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
+                )
+                self._errors = os.fdopen(os.dup(errors.fileno()), "rb")
+        except Exception as error:  # whatever forbids processes here
+            raise CompilingError(f"no process can be started: {error}") from error
+
+    def is_running(self) -> bool:
+        """Return whether it has not ended yet."""
+        if self._end is None and self._process.poll() is not None:
+            self._end = self._said()
+        return self._end is None
+
+    def reason(self) -> str:
+        """Return why it has failed, after it has ended."""
+        assert self._end is not None
+        return self._end
+
+    def _said(self) -> str:
+        """Return the last line that the process wrote, or its status; close its files."""
+        with self._errors, self._process:
+            self._errors.seek(0)
+            lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        status = self._process.returncode
+        if status < 0:
+            return f"signal {-status} ended the process that compiles"
+        return lines[-1] if lines else f"the process that compiles ended with status {status}"
+
+
+class Functions:
+    """A group of functions that another process compiles, and this one loads piece by piece."""
 
     def __init__(self, name: str) -> None:
-        """Take the object's own name in this module."""
+        """Take the name by which `lookahead_hf.compile` knows the group."""
         self.name = name
-        self.pending: list[Callable[[], None]] = []
-        self.lock = threading.Lock()  # held while functions are compiled or loaded here
-        self.thread: threading.Thread | None = None
-        self.child: subprocess.Popen[bytes] | None = None  # compiles what is not on disk
-        self.child_started = 0.0  # in seconds of `time.monotonic`
-        self.failure: Exception | None = None  # of the last attempt
+        self.pending: list[Callable[[], object]] = []
+        self.failure: Exception | None = None
+        self.child: Child | None = None  # which compiles them
+        self._lock = threading.Lock()  # held while functions are loaded
+        self._is_damaged = False  # whether a function is not on disk that should be
 
-    def register(self, warm_up: Callable[[], None]) -> None:
-        """Add a function that calls all numba functions of a module once, with the real types."""
-        self.pending.append(warm_up)
+    def register(self, *pieces: Callable[[], object]) -> None:
+        """Add pieces: each calls some of the functions once, with the real types."""
+        self.pending += pieces
 
-    def available(self) -> bool:
-        """Return whether numba is installed and has not failed to compile."""
-        return self.failure is None and _is_installed()
+    def is_loaded(self) -> bool:
+        """Return whether everything is loaded, so that no call waits."""
+        return not self.pending
+
+    def is_available(self) -> bool:
+        """Return whether nothing has failed, so far as it was tried."""
+        return self.failure is None
 
     def check_available(self) -> None:
-        """Raise NumbaMissingError if numba is not installed or has failed to compile."""
-        if not self.available():
+        """Raise NumbaMissingError if something has failed."""
+        if self.failure is not None:
             reason = getattr(self.failure, "reason", self.failure)
             raise NumbaMissingError(reason) from self.failure
 
-    def compiled(self) -> bool:
-        """Return whether all is compiled or loaded, so no call waits."""
+    def ready(self, seconds: float = PIECE_SECONDS) -> bool:
+        """Return whether everything is loaded; if not, load for some time, or have it compiled.
+
+        A step waits for this, but never for the process that compiles.
+        """
+        if self.pending and self.is_available() and self._lock.acquire(blocking=False):
+            try:
+                self._advance(time.monotonic() + seconds)
+            except Exception as error:
+                self.fail(error)
+            finally:
+                self._lock.release()
         return not self.pending
 
-    def ready(self) -> bool:
-        """Return whether everything is compiled; if not, start to compile."""
-        self.compile_in_background()
-        return self.compiled()
+    def is_on_disk(self) -> bool:
+        """Return whether everything is compiled, by whichever process.
 
-    def compile_now(self) -> None:
-        """Compile everything that is missing, or wait until another thread has done so.
-
-        This takes some seconds once per installation and tenths of a second later: numba keeps
-        compiled functions beside the package or, if that folder is read-only, in the user's cache
-        folder (`NUMBA_CACHE_DIR` names another one). NumbaMissingError if numba cannot be imported.
+        Raises:
+            NumbaMissingError: numba cannot be imported.
         """
-        with self.lock:
-            try:
-                while self.pending:
-                    self.pending[0]()
-                    del self.pending[0]
-                self.failure = None
-            except Exception as error:
-                self.failure = error
-                raise
+        if self._is_damaged:
+            return self.child is not None and not self.child.is_running()
+        return any(self._mark(root).exists() for root in _jit().folders())
 
-    def wait_until_loaded(self, timeout: float) -> None:
-        """Begin to load the functions unless that has begun; wait `timeout` seconds at most."""
-        before = self.thread
-        self.compile_in_background()
-        if self.thread is not None and self.thread is not before:
-            self.thread.join(timeout)
+    def compile(self) -> None:
+        """Compile what is missing, in a process that does nothing else; leave a mark on disk."""
+        assert _jit().may_compile
+        mark = self._mark(_jit().writable())  # of these sources, whatever happens to them meanwhile
+        for piece in self.pending:
+            piece()
+        mark.touch()
 
-    def compile_in_background(self) -> None:
-        """Begin to load or compile, unless that has begun, is done, or has failed."""
-        if self.compiled() or not self.available() or self._is_busy():
-            return
-        # Not a daemon: a process that ends must not tear it out of LLVM's code.
-        thread = threading.Thread(target=self._load_or_compile, name="lookahead-hf-compile")
+    def require(self) -> None:
+        """Wait until everything is compiled, so that functions can be called.
+
+        Raises:
+            NumbaMissingError: That is impossible.
+        """
+        if self.pending and not _jit().may_compile and not self.is_on_disk():
+            wait([self])
+            self.check_available()
+
+    def fail(self, error: Exception) -> None:
+        """Give up: calls go on without the functions, and a warning says so."""
+        self.failure = error
         try:
-            thread.start()
-        except RuntimeError as error:  # there are too many threads, or the interpreter is ending
-            self.failure = error
-        else:
-            self.thread = thread
+            self.check_available()
+        except NumbaMissingError as why:
+            warn_of(why)
 
-    def give_way(self) -> None:
-        """Leave the cores for a moment to the process that compiles, once it has worked for long.
-
-        Otherwise steps without a pause, whose threads wait for each other, would keep it from
-        running.
-        """
-        has_begun = self.child is not None
-        if has_begun and time.monotonic() > self.child_started + PATIENCE and self._is_busy():
-            time.sleep(MOMENT)
+    def retry(self) -> None:
+        """Forget a failure."""
+        self.failure, self.child = None, None
 
     def forget_threads(self) -> None:
         """Begin again in a forked process, which has none of the threads and processes."""
-        if self.lock.locked():  # so is a lock of numba's, which nobody will release here
+        if self._lock.locked():  # so is a lock of numba's, which nobody will release here
             self.failure = RuntimeError("the process was forked while its functions were loaded")
-        self.lock, self.thread, self.child = threading.Lock(), None, None
+        self._lock, self.child = threading.Lock(), None
 
-    def _is_busy(self) -> bool:
-        """Return whether the functions are being loaded or compiled, here or elsewhere."""
-        is_loading = self.thread is not None and self.thread.is_alive()
-        return is_loading or self._is_compiling_elsewhere()
+    def _mark(self, root: Path | None) -> Path:
+        """Return the file that says that everything below a folder is compiled."""
+        return Path(_jit().folder_of(root), _jit().key_of(self.name))
 
-    def _is_compiling_elsewhere(self) -> bool:
-        is_overdue = time.monotonic() > self.child_started + MOST_SECONDS
-        return self.child is not None and not is_overdue and self.child.poll() is None
-
-    def _load_or_compile(self) -> None:
-        """Load the functions; if one is not on disk, compile in another process, or else here."""
+    def _advance(self, end: float) -> None:
+        """Load until a time, or look after the process that compiles."""
+        has_ended = self.child is not None and not self.child.is_running()  # before the look
+        if not self.is_on_disk():
+            if self.child is None:
+                self.child = Child([self.name])
+            elif has_ended:
+                raise CompilingError(self.child.reason())
+            return
         try:
-            with importing_numba():
-                from lookahead_hf.ngram_pool import jit
-            jit.on_thread.only_loads = True
-            try:
-                self.compile_now()
-            except jit.NotSaved:
-                jit.on_thread.only_loads = False
-                with self.lock:  # of calls at the same time, one starts a process
-                    compiles_elsewhere = self.compile_elsewhere()
-                if not compiles_elsewhere:
-                    self.compile_now()
-        except Exception as error:  # calls continue without indexes, and report that
-            self.failure = error
-            logger.info("numba's functions could not be compiled", exc_info=True)
-
-    def compile_elsewhere(self) -> bool:
-        """Compile in another process, which keeps the functions on disk for this one to load.
-
-        A thread of this process would hold the interpreter's lock for most of its time and make a
-        call ten times as slow. The other process runs where cores are idle, and at normal priority
-        if that took too long. It stays in this session: Linux schedules a session of its own as a
-        group, which steps wait for. If this process ends first, the other goes on and fills the
-        disk for the next.
-
-        Returns whether it compiles. It is started once: if it cannot compile or write, this one
-        must. RuntimeError if a signal has ended it, which would end this process, too.
-        """
-        if self.child is not None:  # started just now, or ended in vain, or too slow
-            if self._is_compiling_elsewhere():
-                return True
-            status = self.child.poll()
-            if status is None:
-                self.child.kill()
-            elif status < 0 and status != -signal.SIGKILL:  # which may be our own
-                raise RuntimeError(f"signal {-status} ended the process that compiled")
-            return False
-        # The executable of a packaged program is the program.
-        is_program = getattr(sys, "frozen", False) or not sys.executable
-        if _IN_CHILD in os.environ or is_program:
-            return False
-        # Objects other than strings, such as paths, are ignored by imports.
-        path, modules = [*map(str, sys.path)], [each.__module__ for each in self.pending]
-        given = {"path": path, "modules": modules, "name": self.name}
-        program = _CHILD.format(**given, idle_seconds=IDLE_SECONDS)
-        try:
-            self.child = subprocess.Popen(
-                [sys.executable, "-c", program],
-                env=os.environ | {_IN_CHILD: "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
-            self.child_started = time.monotonic()
-        except Exception as error:  # whatever forbids processes here
-            logger.info("no process compiles numba's functions: %r", error)
-        return self.child is not None
+            _jit().prepare()
+            while self.pending and time.monotonic() < end:
+                self.pending[0]()
+                del self.pending[0]
+        except _jit().NotCompiledError as error:
+            if self._is_damaged:  # and has been compiled again
+                raise CompilingError(str(error)) from error
+            self._is_damaged, self.child = True, None
 
 
-def _is_installed() -> bool:
-    if "numba" in sys.modules:
-        return sys.modules["numba"] is not None
-    return importlib.util.find_spec("numba") is not None
+def request(groups: Sequence[Functions], is_between_calls: bool = False) -> None:
+    """Have one process compile what is not on disk of some groups, in this order.
+
+    Between calls there is also time to prepare numba for the functions.
+    """
+    wanted = [each for each in groups if each.pending and each.child is None]
+    wanted = [each for each in wanted if each.is_available()]
+    try:
+        missing = [each for each in wanted if not each.is_on_disk()]
+        child = Child([each.name for each in missing]) if missing else None
+        for each in missing:
+            each.child = child
+        if is_between_calls and wanted:
+            _jit().prepare()
+    except Exception as error:
+        for each in wanted:
+            each.fail(error)
 
 
-of_process = Compilation("of_process")
+def wait(
+    groups: Sequence[Functions],
+    seconds: float = math.inf,
+    show: Callable[[float], None] | None = None,
+) -> None:
+    """Wait until groups are compiled and loaded, or have failed.
+
+    Args:
+        groups: The groups, in the order in which they are needed.
+        seconds: When to give up waiting.
+        show: Called with the seconds so far, while another process compiles.
+    """
+    request(groups)
+    start = time.monotonic()
+    for each in groups:
+        while not each.ready() and each.is_available():
+            passed = time.monotonic() - start
+            if passed >= seconds:
+                return
+            if not each.is_on_disk():
+                if show is not None:
+                    show(passed)
+                time.sleep(POLL_SECONDS)
+
+
+def warn_of(error: NumbaMissingError) -> None:
+    """Warn once per process that calls go on without compiled functions."""
+    global _has_warned
+    if not _has_warned:
+        _has_warned = True
+        warn_caller(f"calls decode plainly, or without kernels: {error}", RuntimeWarning)
+
+
+_has_warned = False
+
+
+def _jit() -> ModuleType:
+    """Return the module that loads functions; NumbaMissingError if numba cannot be imported."""
+    with importing_numba():
+        from lookahead_hf.ngram_pool import jit
+    return jit
+
+
+drafting = Functions("drafting")
 """The functions of drafting."""
 
-of_kernels = Compilation("of_kernels")
-"""The kernels for a CPU, which are compiled after them."""
+common = Functions("common")
+"""The kernels for a CPU that serve all dtypes."""
 
-of_float16 = Compilation("of_float16")
-"""Those for float16 numbers, which few models have."""
+kernels = {name: Functions(name) for name in ("bfloat16", "float32", "float16")}
+"""The kernels for a CPU that compute layers, by the name of the dtype."""
+
+GROUPS = {each.name: each for each in (drafting, common, *kernels.values())}
+"""All groups by name, in the order in which a process compiles them."""
 
 if hasattr(os, "register_at_fork"):
-    for _each in (of_process, of_kernels, of_float16):
+    for _each in GROUPS.values():
         os.register_at_fork(after_in_child=_each.forget_threads)

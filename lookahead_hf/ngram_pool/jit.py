@@ -1,124 +1,305 @@
-"""Compiles this package's loops with numba, and keeps the compiled code on disk if possible."""
+"""Marks loops that numba compiles, and keeps the compiled code on disk.
+
+Only the process that runs `lookahead_hf.compile` compiles. In every other one a function is loaded
+from disk, or calling it raises NotCompiledError.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
-import threading
+import os
+import stat
+import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from numba import njit
+import numba
+from numba import _dynfunc, njit
 from numba.core import sigutils
-from numba.core.caching import FunctionCache
+from numba.core.caching import (
+    CompileResultCacheImpl,
+    FunctionCache,
+    IndexDataCacheFile,
+    _CacheLocator,
+)
 from numba.core.ccallback import CFunc
+from numba.core.codegen import JITCodeLibrary
+from numba.core.cpu import CPUContext
+from numba.core.registry import cpu_target
+
+from lookahead_hf.utils.files import cache_root
 
 logger = logging.getLogger(__name__)
 
-_has_warned = False
+may_compile = False
+"""Whether this process compiles functions that are not on disk."""
+
+_HERE = Path(__file__).resolve()
 
 
-class _OnThread(threading.local):
-    only_loads = False
-
-
-on_thread = _OnThread()
-"""`only_loads`: whether functions that are not on disk raise NotSaved on this thread. One that no
-folder can keep is compiled nevertheless."""
-
-
-class NotSaved(BaseException):
-    """A function is not on disk; code that handles a failing compilation must not catch this."""
+class NotCompiledError(RuntimeError):
+    """A compiled function is not on disk."""
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """Compile without the interpreter lock; keep the code on disk if a folder is writable."""
+    """Compile without the interpreter lock."""
     return _kept(njit(nogil=True)(function), function)
+
+
+def jit_inner(function: Callable[..., Any]) -> Any:
+    """Compile a function that only other compiled functions call, as a part of these."""
+    return _inner(function)
 
 
 def jit_numbers(function: Callable[..., Any]) -> Any:
     """Compile a function whose divisions by zero give infinity, as in vectors.
 
-    It may be made of functions in other files of its folder: code on disk that is older than one of
-    these does not count.
+    It may be made of functions in other files of its folder: code on disk that was made of others
+    does not count.
     """
     compiled = njit(nogil=True, error_model="numpy")(function)
-    return _kept(compiled, function, _folder_of(function))
+    return _kept(compiled, function, _sources(Path(function.__code__.co_filename).parent))
+
+
+def jit_inner_numbers(function: Callable[..., Any]) -> Any:
+    """Compile such a function as `jit_inner` does."""
+    return _inner(function, error_model="numpy")
+
+
+def _inner(function: Callable[..., Any], **options: Any) -> Any:
+    """Compile a function that needs no code of its own in the process that compiles."""
+    if not _is_compiler:
+        return _kept(njit(nogil=True, **options)(function), function)
+    _inner_names.add((function.__module__, function.__qualname__))
+    return njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, **options)(function)
+
+
+_inner_names: set[tuple[str, str]] = set()
+_is_compiler = False
+
+
+class _InnerLibrary(JITCodeLibrary):
+    """The code of an inner function, which is optimised and made native within its callers' only.
+
+    numba would do so at every level: that takes half of the time.
+    """
+
+    def finalize(self) -> None:
+        self._raise_if_finalized()
+        for library in dict.fromkeys(self._linking_libraries):
+            self._reload_init.update(library._reload_init)
+            self._final_module.link_in(library._get_module_for_linking(), preserve=True)
+        self._finalize_dynamic_globals()
+        self._finalized = True
+
+
+def compile_here() -> None:
+    """Let this process compile, before a module with such functions is imported."""
+    global may_compile, _is_compiler
+    may_compile = _is_compiler = True
+    executable = CPUContext.get_executable
+
+    def get_executable(context: Any, library: Any, described: Any, environment: Any) -> Any:
+        name = described.modname, described.qualname
+        if name not in _inner_names or type(library) is not JITCodeLibrary:
+            return executable(context, library, described, environment)
+        library.__class__ = _InnerLibrary
+        library.finalize()
+        module = described.lookup_module()
+        return _dynfunc.make_function(module, name[1], "", 0, environment, (library,))
+
+    CPUContext.get_executable = get_executable
 
 
 def entry_point(signature: Any) -> Callable[[Callable[..., Any]], EntryPoint]:
-    """Compile a function that C code can call by its address; keep the code on disk."""
+    """Compile a function that C code can call by its address."""
     return lambda function: EntryPoint(signature, function)
 
 
 class EntryPoint:
-    """A function for C code, compiled when its address is first asked for."""
+    """A function for C code, compiled or loaded when its address is first asked for."""
 
     def __init__(self, signature: Any, function: Callable[..., Any]) -> None:
         self._arguments: tuple[Any, ...] = function, sigutils.normalize_signature(signature), {}, {}
 
     @cached_property
     def address(self) -> int:
+        function = self._arguments[0]
         compiled: Any = CFunc(*self._arguments)
-        _kept(compiled, self._arguments[0], _folder_of(self._arguments[0])).compile()
+        folder = Path(function.__code__.co_filename).parent
+        _kept(compiled, function, _sources(folder)).compile()
         self._compiled = compiled  # which owns the code
         return int(compiled.address)
 
 
-def _folder_of(function: Callable[..., Any]) -> tuple[Any, ...]:
-    """Return names, times and sizes of the files beside a function's, which numba ignores."""
+@cache
+def prepare() -> None:
+    """Let numba register what its functions are made of, which takes as long as loading ours."""
+    cpu_target.typing_context.refresh()
+    cpu_target.target_context.refresh()
+
+
+def folders() -> list[Path | None]:
+    """Return where compiled code may be, in the order of preference; None is beside its source.
+
+    Code that an installer has compiled there is read, whoever owns it. The last folder is for users
+    who can write nowhere else.
+    """
+    given, last = numba.config.CACHE_DIR, _temporary()
+    first: list[Path | None] = [Path(given)] if given else [None, cache_root() / "compiled"]
+    return first + ([last] if _is_private(last) else [])
+
+
+def folder_of(root: Path | None, source: Path | None = None) -> Path:
+    """Return the folder of the code of a source file, by default this, below one of `folders`."""
+    source = source or _HERE
+    if root is None:
+        return source.parent / "__pycache__"
+    return root / _CacheLocator.get_suitable_cache_subpath(str(source))
+
+
+@cache
+def writable() -> Path | None:
+    """Return the first folder in which this process can write.
+
+    Raises:
+        OSError: It can write in none of them.
+    """
+    errors = []
+    with suppress(OSError):
+        _temporary().mkdir(mode=0o700)
+    for root in folders():
+        try:
+            folder = folder_of(root)
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            errors.append(error)
+        else:
+            return root
+    raise OSError(
+        f"compiled code cannot be kept ({errors[0]}): set NUMBA_CACHE_DIR to a folder that can be "
+        "written"
+    )
+
+
+@cache
+def key_of(name: str) -> str:
+    """Return a file name for code that was compiled from these sources for this processor."""
+    package = _HERE.parents[1]
+    sources = [
+        _sources(package / each, "**/*.py") for each in ("drafting", "kernels", "ngram_pool")
+    ]
+    processor = cpu_target.target_context.codegen().magic_tuple()
+    made_of = sys.version_info[:2], numba.__version__, processor, sources
+    return f"{name}-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.compiled"
+
+
+@cache
+def _sources(folder: Path, pattern: str = "*.py") -> str:
+    """Return a hash of the files of a folder. Times of files differ between copies of an image."""
+    digest = hashlib.sha256()
+    with suppress(OSError):
+        for file in sorted(folder.glob(pattern)):
+            digest.update(str(file.relative_to(folder)).encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def _temporary() -> Path:
+    """Return this user's folder for code that can be kept nowhere else."""
+    user = f"-{os.getuid()}" if hasattr(os, "getuid") else ""
+    return Path(tempfile.gettempdir(), f"lookahead_hf{user}")
+
+
+def _is_private(folder: Path) -> bool:
+    """Return whether a folder exists that no other user has made or can write into."""
     try:
-        files = sorted(Path(function.__code__.co_filename).parent.glob("*.py"))
-        return tuple((each.name, each.stat().st_mtime_ns, each.stat().st_size) for each in files)
+        found = folder.lstat()
     except OSError:
-        return ()
+        return False
+    is_own = not hasattr(os, "getuid") or found.st_uid == os.getuid()
+    return stat.S_ISDIR(found.st_mode) and is_own and not found.st_mode & 0o022
 
 
-def _kept(compiled: Any, function: Callable[..., Any], depends_on: tuple[Any, ...] = ()) -> Any:
+def _kept(compiled: Any, function: Callable[..., Any], depends_on: str = "") -> Any:
     """Give a numba function our cache, as `cache=True` gives it numba's own."""
-    try:
-        compiled._cache = TolerantCache(function)
-        compiled._cache.depends_on = depends_on
-    except (OSError, RuntimeError) as error:  # no folder is writable
-        _warn_once(error)
+    compiled._cache = _Cache(function, depends_on)
     return compiled
 
 
-class TolerantCache(FunctionCache):
-    """numba's cache on disk, which compiles again after a full disk or a damaged file."""
+class _Locator(_CacheLocator):
+    """Finds the folder for the code of a source file."""
 
-    depends_on: tuple[Any, ...] = ()  # what the code depends on besides the function's own file
+    def __init__(self, function: Callable[..., Any], file: str) -> None:
+        self.source, self._line = Path(file).resolve(), function.__code__.co_firstlineno
+
+    @classmethod
+    def from_function(cls, function: Callable[..., Any], file: str) -> _Locator:
+        return cls(function, file)
+
+    def get_cache_path(self) -> str:
+        return str(folder_of(writable() if may_compile else None, self.source))
+
+    def get_source_stamp(self) -> str:
+        return _sources(self.source.parent, self.source.name)
+
+    def get_disambiguator(self) -> str:
+        return str(self._line)
+
+
+class _Implementation(CompileResultCacheImpl):
+    _locator_classes = (_Locator,)
+
+
+class _Cache(FunctionCache):
+    """numba's cache on disk, which reads in all folders and saves in one.
+
+    A damaged file is written anew.
+    """
+
+    _impl_class = _Implementation
+
+    def __init__(self, function: Callable[..., Any], depends_on: str) -> None:
+        super().__init__(function)
+        self._depends_on = depends_on
+
+    def _file(self, root: Path | None) -> Any:
+        locator = self._impl.locator
+        return IndexDataCacheFile(
+            cache_path=str(folder_of(root, locator.source)),
+            filename_base=self._impl.filename_base,
+            source_stamp=locator.get_source_stamp(),
+        )
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
-        return (*super()._index_key(sig, codegen), self.depends_on)
+        return (*super()._index_key(sig, codegen), self._depends_on)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        found = None
-        try:
-            found = super().load_overload(sig, target_context)
-        except Exception as error:
-            logger.info("a compiled function cannot be read: %r", error)
-            with suppress(Exception):
-                self.flush()  # every save would read a damaged index again
-        if found is None and on_thread.only_loads:
-            raise NotSaved
-        return found
+        target_context.refresh()
+        key = self._index_key(sig, target_context.codegen())
+        for root in folders():
+            file = self._file(root)
+            try:
+                data = file.load(key)
+                if data is not None:
+                    return self._impl.rebuild(target_context, data)
+            except Exception as error:
+                logger.info("a compiled function cannot be read: %r", error)
+                if may_compile:
+                    with suppress(Exception):
+                        file.flush()  # every save would read a damaged index again
+        if not may_compile:
+            raise NotCompiledError(
+                f"{self._py_func.__qualname__} is not compiled for {sig}: `lookahead-hf compile` "
+                "compiles what is missing"
+            )
+        return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        try:
-            super().save_overload(sig, data)
-        except Exception as error:
-            _warn_once(error)
-
-
-def _warn_once(error: Exception) -> None:
-    global _has_warned
-    if not _has_warned:
-        _has_warned = True
-        logger.warning(
-            "compiled functions cannot be saved (%s), so every process spends some seconds to "
-            "compile them again: set NUMBA_CACHE_DIR to a writable folder",
-            error,
-        )
+        self._cache_file = self._file(writable())
+        super().save_overload(sig, data)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from lookahead_hf.ngram_pool import store
-from lookahead_hf.ngram_pool.compilation import importing_numba, of_process
+from lookahead_hf.ngram_pool.compilation import drafting, importing_numba
 from lookahead_hf.ngram_pool.matches import (
     BORDER,
     LONGEST_MATCH,
@@ -230,6 +230,7 @@ class NgramPool:
         scores = np.empty(max_nodes)
         nodes = np.empty((4, max_nodes), np.int32)  # token, parent, depth and bucket of each
         with self._lock:
+            drafting.require()
             num_nodes = _functions().grow(
                 contents.log, contents.links, contents.table[: contents.num_buckets],
                 contents.num_added, contents.max_tokens, contents.time_bits,
@@ -282,6 +283,7 @@ class NgramPool:
         contents.tokenizer_fingerprint = self.tokenizer_fingerprint or other.tokenizer_fingerprint
 
     def _append(self, token_ids: np.ndarray) -> None:  # [num_tokens] int32
+        drafting.require()
         contents = self._contents
         contents.check_file()
         contents.make_room(len(token_ids))
@@ -310,10 +312,10 @@ def _functions() -> ModuleType:
     return _pool_numba
 
 
-def _warm_up() -> None:
+def _load() -> None:
     pool = NgramPool()
     pool.add(range(100))
     pool.grow([1, 2], np.full(NUM_BUCKETS, 0.5), 1)
 
 
-of_process.register(_warm_up)
+drafting.register(_load)

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import numpy as np
 
-from lookahead_hf.ngram_pool.compilation import importing_numba, of_process
+from lookahead_hf.ngram_pool.compilation import drafting, importing_numba
 from lookahead_hf.ngram_pool.matches import LONGEST_MATCH, NUM_BUCKETS, NUM_KEYS, check_limits
 from lookahead_hf.ngram_pool.store import enlarged
 
@@ -107,10 +107,10 @@ def _functions() -> ModuleType:
     return _rows_numba
 
 
-def _warm_up() -> None:
+def _load() -> None:
     index = SuffixIndexes(1)
     index.extend(np.array([0, 100]), np.arange(100))
     index.grow(np.full(NUM_BUCKETS, 0.5), 1, np.ones(1, bool))
 
 
-of_process.register(_warm_up)
+drafting.register(_load)

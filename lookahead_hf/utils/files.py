@@ -47,6 +47,16 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             part.unlink()
 
 
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Wait for the lock of a file, and hold it; where there are no locks, go on without it."""
+    with path.open("ab") as file:
+        if fcntl is not None:
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def _lock(file: BinaryIO) -> bool:
     """Lock a file as long as this process has it open; return False if another one has it."""
     if fcntl is None:

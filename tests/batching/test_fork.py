@@ -18,8 +18,7 @@ import lookahead_hf.drafting.session
 from lookahead_hf.ngram_pool import compilation
 
 # A process that is forked while numba loads has no indexes to draft from.
-for each in (compilation.of_process, compilation.of_kernels):
-    each.compile_now()
+compilation.wait([compilation.drafting, compilation.common, compilation.kernels["float32"]])
 model = lookahead_hf.enable(models.tiny("llama"), default=requests.DRAFTED)
 torch.set_num_threads(2)
 torch.ones(10**6).exp()

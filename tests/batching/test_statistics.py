@@ -95,6 +95,7 @@ def test_a_request_has_every_statistic(sessions: list[Any]) -> None:
             "own_code",
             "trace",
             "fallback_reason",
+            "num_undrafted",
             "num_moved",
             "num_accepted",
             "acceptance_rate",

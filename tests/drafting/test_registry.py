@@ -90,7 +90,7 @@ def test_importing_the_package_is_light() -> None:
 def test_warming_up_compiles_all_that_a_call_needs() -> None:
     code = (
         "from tests.helpers.drafts import draft_two_steps\n"
-        "from lookahead_hf import ngram_pool\n"
+        "from lookahead_hf.ngram_pool import compilation\n"
         "from lookahead_hf.drafting import _numba\n"
         "from lookahead_hf.drafting.control import _learning_numba\n"
         "from lookahead_hf.drafting.sources import _recycling_numba\n"
@@ -98,7 +98,7 @@ def test_warming_up_compiles_all_that_a_call_needs() -> None:
         "modules = (_learning_numba, _numba, _recycling_numba, _logits_numba)\n"
         "count = lambda: [{k: len(v.signatures) for k, v in vars(m).items()\n"
         "                  if hasattr(v, 'signatures')} for m in modules]\n"
-        "ngram_pool.of_process.compile_now()\n"
+        "compilation.wait([compilation.drafting])\n"
         "before = count()\n"
         "draft_two_steps()\n"
         "assert count() == before"

@@ -4,24 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
 from lookahead_hf.ngram_pool import compilation
+from lookahead_hf.ngram_pool.compilation import Functions
+
+
+class Elsewhere:
+    """A process that compiles, as far as this one can see."""
+
+    def __init__(self, names: Any = (), reason: str | None = None) -> None:
+        self.names, self.status = list(names), reason
+
+    def is_running(self) -> bool:
+        return self.status is None
+
+    def reason(self) -> str:
+        assert self.status is not None
+        return self.status
 
 
 @contextmanager
-def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Callable[[], None]]]:
-    """What there is to compile, in place of our functions; nothing has failed yet."""
-    pending: list[Callable[[], None]] = []
-    monkeypatch.setattr(compilation.of_process, "pending", pending)
-    for name in ("thread", "child", "failure"):
-        monkeypatch.setattr(compilation.of_process, name, None)
+def nothing_compiled(
+    monkeypatch: pytest.MonkeyPatch, group: Functions = compilation.drafting
+) -> Iterator[list[Callable[[], object]]]:
+    """What there is to load in place of our functions, on disk from the start; none has failed."""
+    pending: list[Callable[[], object]] = []
+    state: dict[str, Any] = {"pending": pending, "failure": None, "child": None}
+    for name, value in (state | {"_is_damaged": False}).items():
+        monkeypatch.setattr(group, name, value)
+    monkeypatch.setattr(group, "is_on_disk", lambda: True)
+    monkeypatch.setattr(compilation, "_has_warned", False)
     yield pending
-    settle()
-
-
-def settle() -> None:
-    """Wait for what compiles in the background."""
-    if (thread := compilation.of_process.thread) is not None:
-        thread.join()

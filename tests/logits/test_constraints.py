@@ -10,11 +10,12 @@ import pytest
 import torch
 
 import lookahead_hf
-from lookahead_hf import ngram_pool, structured
+from lookahead_hf import structured
 from lookahead_hf.drafting.sources.grammar.vocabulary import Vocabulary
 from lookahead_hf.logits import constraints
 from lookahead_hf.logits.grammars.llguidance import LLGuidance
 from lookahead_hf.logits.grammars.xgrammar import XGrammar
+from lookahead_hf.ngram_pool import compilation
 from tests.helpers import grammars
 from tests.helpers.constrained import BUDGET, generate
 from tests.helpers.grammars import END, SCHEMAS, WIDTH
@@ -22,7 +23,7 @@ from tests.helpers.grammars import END, SCHEMAS, WIDTH
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    ngram_pool.of_process.compile_now()
+    compilation.wait([compilation.drafting])
     return lookahead_hf.enable(grammars.model())
 
 

@@ -15,6 +15,8 @@ from lookahead_hf.ngram_pool._logits_numba import LANES, WAYS  # noqa: E402
 from lookahead_hf.ngram_pool.logits_memory import top_rows  # noqa: E402
 from tests.oracles import logits_memory as reference  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("compiles")
+
 DTYPES = {"fp32": (torch.float32, torch.int32), "bf16": (torch.bfloat16, torch.int16)}
 
 

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-import threading
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationConfig
 from transformers.generation import BaseStreamer
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.draft import DraftTree
-from lookahead_hf.drafting import session
 from lookahead_hf.drafting.session import DraftSession
 from lookahead_hf.ngram_pool import compilation
 from lookahead_hf.rows import Rows
 from lookahead_hf.stats import SpeculativeStats
-from tests.helpers.compiling import nothing_compiled, settle
+from tests.helpers.compiling import Elsewhere, nothing_compiled
 from tests.helpers.models import prompt, tiny
 from tests.helpers.scripted import Scripted, right
 
@@ -34,27 +33,29 @@ JOINS = 12
 
 
 class Ends(BaseStreamer):
-    """Lets compiling end in the middle of a text."""
+    """Lets something happen in the middle of a text."""
 
-    def __init__(self, go: threading.Event) -> None:
-        self.go, self.num_tokens = go, -1  # the prompt comes first
+    def __init__(self, happen: Callable[[], object]) -> None:
+        self.happen, self.num_tokens = happen, -1  # the prompt comes first
 
     def put(self, value: torch.Tensor) -> None:
         self.num_tokens += 1
         if self.num_tokens == JOINS:
-            self.go.set()
-            settle()
+            self.happen()
 
     def end(self) -> None:
         pass
 
 
 @pytest.fixture
-def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Callable[[], None]]]:
-    """What there is to compile; nothing has failed, and nothing has been said."""
-    monkeypatch.setattr(session, "_has_warned", False)
+def child(monkeypatch: pytest.MonkeyPatch) -> Iterator[Elsewhere]:
+    """A process that compiles what drafting needs."""
     with nothing_compiled(monkeypatch) as pending:
-        yield pending
+        pending.append(bool)
+        child = Elsewhere()
+        monkeypatch.setattr(compilation.drafting, "child", child)
+        monkeypatch.setattr(compilation.drafting, "is_on_disk", lambda: child.status == "")
+        yield child
 
 
 @pytest.fixture
@@ -95,78 +96,84 @@ def generated(
     return ids, stats
 
 
-def test_a_call_drafts_from_its_text_until_all_is_compiled(
-    model: Any, plain: list[list[int]], work: list[Callable[[], None]], drafted: list[int]
+def test_a_call_drafts_as_soon_as_all_is_compiled(
+    model: Any, plain: list[list[int]], child: Elsewhere, drafted: list[int]
 ) -> None:
-    go = threading.Event()
-    compilation.of_process.register(lambda: bool(go.wait(60)))
-    ids, stats = generated(model, plain, streamer=Ends(go))
-    assert ids == plain
-    assert any(drafted[:4]) and stats.num_accepted > 0
-    assert stats.per_source["ngram"].accepted > 0 and stats.per_source["scripted"].accepted > 0
+    ids, stats = generated(model, plain, streamer=Ends(lambda: setattr(child, "status", "")))
+    assert ids == plain and stats.num_accepted > 0
+    assert stats.num_undrafted == drafted.index(next(filter(None, drafted))) > JOINS - 3
+    assert f"{stats.num_undrafted} steps of {stats.row_steps} drafted nothing" in str(stats)
     drafted.clear()
-    ids, _ = generated(model, plain)
-    assert ids == plain and drafted[0] > 0
+    ids, stats = generated(model, plain)
+    assert ids == plain and drafted[0] > 0 and stats.num_undrafted == 0
 
 
-def test_after_compiling_failed_calls_are_plain_until_it_succeeds(
-    model: Any, plain: list[list[int]], work: list[Callable[[], None]], drafted: list[int]
+def test_requests_of_a_queue_say_what_was_not_drafted(model: Any, child: Elsewhere) -> None:
+    settings = GenerationConfig(do_sample=False, max_new_tokens=12, eos_token_id=-1)
+    for status, undrafted in ((None, 11), ("", 0)):
+        child.status = status
+        found = model.generate_batch([[5, 6, 7]] * 2, settings, speculative={"budget": 4})
+        for output in found.values():
+            assert output.speculative_stats.num_undrafted == undrafted
+
+
+def test_after_compiling_has_failed_calls_are_plain(
+    model: Any, plain: list[list[int]], child: Elsewhere, drafted: list[int]
 ) -> None:
-    go = threading.Event()
-
-    def fail() -> None:
-        go.wait(60)
-        raise MemoryError("too little memory")
-
-    compilation.of_process.register(fail)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        ids, stats = generated(model, plain, streamer=Ends(go))  # fails in its middle
-        assert ids == plain
-        drafted.clear()
-        ids, stats = generated(model, plain)
+    with pytest.warns(
+        RuntimeWarning, match="decode plainly.*killed.*`lookahead-hf compile`"
+    ) as said:
+        ids, _ = generated(model, plain, streamer=Ends(lambda: setattr(child, "status", "killed")))
         assert ids == plain and not any(drafted)
-    (said,) = [str(each.message) for each in caught if each.category is RuntimeWarning]
-    assert "calls decode plainly" in said and "MemoryError: too little memory" in said
-    work[:] = [lambda: None]
-    compilation.of_process.compile_now()
+        ids, stats = generated(model, plain)
+        assert ids == plain and not any(drafted) and stats.num_undrafted == 0
+    assert len([each for each in said if each.category is RuntimeWarning]) == 1
+    compilation.drafting.retry()
+    child.status = ""
+    compilation.drafting.child = child  # type: ignore[assignment]
     ids, stats = generated(model, plain)
     assert ids == plain
     assert stats.per_source["ngram"].accepted > 0 < stats.per_source["scripted"].accepted
 
 
 WITHOUT = """
-import sys, threading, warnings
-if sys.argv[1] == "missing":
+import sys, warnings
+kind = sys.argv[1]
+if kind == "missing":
     sys.modules["numba"] = None
-else:
+elif kind == "broken":
     sys.path.insert(0, sys.argv[2])
+else:
+    from numba.core import compiler
+
+    def compiles(*_, **__):
+        raise SystemExit("this process compiles")
+
+    compiler.CompilerBase.__init__ = compiler.compile_extra = compiles
+    sys.executable = ""  # so that no other process can
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.ngram_pool import NgramPool
 from tests.helpers.models import prompt, tiny
 
-model = lookahead_hf.enable(tiny("llama", scale=1.5))
-greedy = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
-plain = model.generate(prompt(), **greedy)
-asked = [True, True, SpeculativeConfig(drafters=("pool",)), True]
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
+    model = lookahead_hf.enable(tiny("llama", scale=1.5))
+    greedy = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
+    plain = model.generate(prompt(), **greedy)
+    asked = [True, True, SpeculativeConfig(drafters=("pool",)), True]
     for speculative in asked:
         given = {"prediction": plain[0, 12:].tolist()} if speculative is True else {}
         ids = model.generate(prompt(), **greedy, **given, speculative=speculative)
         stats = lookahead_hf.last_stats(model)
         assert ids.tolist() == plain.tolist() and stats.fallback_reason is None
-        for thread in threading.enumerate():
-            if "compile" in thread.name:
-                thread.join()
-        assert stats.num_steps == 23 and stats.num_drafted == 0
+        assert stats.num_steps == 23 and stats.num_drafted == 0 and stats.execution == "model"
     lookahead_hf.warm_up(model, context_length=20, max_draft_nodes=2)
 for each in caught:
     if "numba" in str(each.message):
         print(each.message)
 try:
-    NgramPool()
+    NgramPool().add([1, 2, 3])
 except ImportError as error:
     print(error)
 """
@@ -174,12 +181,17 @@ except ImportError as error:
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [("missing", "is not installed"), ("broken", "ImportError: Numba needs NumPy 2.3 or less")],
+    [
+        ("missing", "is not installed"),
+        ("broken", "ImportError: Numba needs NumPy 2.3 or less"),
+        ("nothing compiled", "a packaged program has no interpreter to start"),
+    ],
 )
-def test_without_a_numba_that_works_calls_go_on(tmp_path: Path, kind: str, reason: str) -> None:
+def test_without_compiled_functions_calls_go_on(tmp_path: Path, kind: str, reason: str) -> None:
     (tmp_path / "numba.py").write_text('raise ImportError("Numba needs NumPy 2.3 or less")')
     command = [sys.executable, "-c", WITHOUT, kind, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    empty = {"NUMBA_CACHE_DIR": str(tmp_path / "empty"), "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | empty)
     assert done.returncode == 0, done.stderr
     said, refused = done.stdout.splitlines()
     assert "calls decode plainly" in said and reason in said

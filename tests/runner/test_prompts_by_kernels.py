@@ -21,6 +21,7 @@ from lookahead_hf.rows import Rows
 from lookahead_hf.runner import prefill
 from lookahead_hf.runner.host import Runner
 from tests.helpers.caches import CACHE
+from tests.helpers.compiling import nothing_compiled
 from tests.helpers.drafts import Fixed
 from tests.helpers.models import prompt, tiny
 
@@ -229,22 +230,24 @@ def test_a_prompt_that_the_models_code_has_read_is_in_the_statistics(model: Any)
 def test_kernels_that_are_not_there_yet_are_waited_for(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waited = []
-    for each in (compilation.of_process, compilation.of_kernels):
-        monkeypatch.setattr(each, "compile_now", lambda each=each: waited.append(each.name))
-    generated(model, texts()[:1])
-    assert waited == ["of_process", "of_kernels"]
+    waited: list[str] = []
+
+    def wait(groups: list[compilation.Functions]) -> None:
+        waited.extend(each.name for each in groups)
+        compilation.common.pending.clear()
+
+    with nothing_compiled(monkeypatch, compilation.common) as pending:
+        pending.append(lambda: pytest.fail("the process that compiles has not ended"))
+        monkeypatch.setattr(compilation, "wait", wait)
+        generated(model, texts()[:1])
+    assert waited == ["drafting", "common", "bfloat16"]
 
 
 def test_without_numba_the_models_own_code_reads_prompts(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails() -> None:
-        raise compilation.NumbaMissingError
-
-    monkeypatch.setattr(compilation.of_kernels, "compile_now", fails)
-    monkeypatch.setattr(compilation.of_kernels, "pending", [fails])
-    monkeypatch.setattr(compilation.of_kernels, "failure", compilation.NumbaMissingError())
+    monkeypatch.setattr(compilation.common, "pending", [bool])
+    monkeypatch.setattr(compilation.common, "failure", compilation.NumbaMissingError())
     plain = model.generate(prompt(), max_new_tokens=8, do_sample=False)
     ours = model.generate(
         prompt(), max_new_tokens=8, do_sample=False, speculative=config("recycling")

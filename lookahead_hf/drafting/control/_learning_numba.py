@@ -76,9 +76,11 @@ def count_sources(row_offsets, entry_offsets, entry_source, path_offsets, path, 
             for place in accepted:
                 hit |= place == node - first
             proposed[:] = False
+            num_proposing = 0
             for entry in range(entry_offsets[node], entry_offsets[node + 1]):
+                num_proposing += not proposed[entry_source[entry]]
                 proposed[entry_source[entry]] = True
-            is_alone = proposed.sum() == 1
+            is_alone = num_proposing == 1
             for source in range(num_sources):
                 counts[row, 0, source] += proposed[source]
                 counts[row, 1, source] += hit and proposed[source]

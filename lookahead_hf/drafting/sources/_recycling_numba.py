@@ -16,7 +16,7 @@ from lookahead_hf.drafting.sources.recycling_buckets import (
     SINGLE_START,
 )
 from lookahead_hf.ngram_pool._logits_numba import find
-from lookahead_hf.ngram_pool.jit import jit
+from lookahead_hf.ngram_pool.jit import jit, jit_inner
 
 TOKEN, PARENT, DEPTH, MEMORY_BUCKET, NEXT_BUCKET = range(5)
 
@@ -55,7 +55,8 @@ def grow_trees(
         while size > 0 and written - first < max_nodes:
             best = heap[top]
             size = pop(heap, top, size, reach)
-            nodes[:, written] = candidates[:, best]
+            for field in range(len(nodes)):  # numba compiles an assignment of slices for seconds
+                nodes[field, written] = candidates[field, best]
             score[written] = reach[best]
             parent = candidates[PARENT, best]
             before = nodes[TOKEN, first + parent] if parent >= 0 else contexts[row, 1]
@@ -81,7 +82,7 @@ def grow_trees(
     )
 
 
-@jit
+@jit_inner
 def bucket_of(rank, prob):
     found = 0
     for edge in RANK_EDGES:
@@ -91,7 +92,7 @@ def bucket_of(rank, prob):
     return found
 
 
-@jit
+@jit_inner
 def _recall(keys, before, last):
     """Return the entry of the last two tokens or else of the last one, and its first bucket."""
     entry = find(keys, before, last)
@@ -100,7 +101,7 @@ def _recall(keys, before, last):
     return find(keys, -1, last), SINGLE_START
 
 
-@jit
+@jit_inner
 def _add_remembered(
     entry, base, parent, depth, above, tokens, probs, rates, candidates, reach, count
 ):
@@ -121,7 +122,7 @@ def _add_remembered(
     return count
 
 
-@jit
+@jit_inner
 def _add_next(next_tokens, next_probs, rates, candidates, reach, count):
     """Add the last logits' other candidates at the root; return the new count."""
     remembered = count
@@ -147,7 +148,7 @@ def _add_next(next_tokens, next_probs, rates, candidates, reach, count):
     return count
 
 
-@jit
+@jit_inner
 def _share(begin, end, above, reach):
     """Scale siblings whose chances exceed their parent's."""
     total = 0.0
@@ -158,7 +159,7 @@ def _share(begin, end, above, reach):
             reach[candidate] *= above / total
 
 
-@jit
+@jit_inner
 def _enqueue(begin, end, heap, top, size, reach, cutoff):
     for candidate in range(begin, end):
         if reach[candidate] > cutoff:
@@ -166,7 +167,7 @@ def _enqueue(begin, end, heap, top, size, reach, cutoff):
     return size
 
 
-@jit
+@jit_inner
 def _flatten_buckets(nodes, count):
     offsets = np.zeros(count + 1, np.int64)
     buckets = np.empty(2 * count, np.int32)

@@ -33,7 +33,7 @@ from lookahead_hf.kernels.cpu.fields import (
 from lookahead_hf.kernels.cpu.llvm import LANES
 from lookahead_hf.kernels.cpu.scalars import float_of, longs, narrow, numbers, width_of
 from lookahead_hf.kernels.cpu.vectors import ROWS, is_widened, largest_of, mix, sum_of
-from lookahead_hf.ngram_pool.jit import jit_numbers
+from lookahead_hf.ngram_pool.jit import jit_inner_numbers
 
 MIXED = 4
 """Vectors of a value that are summed side by side."""
@@ -47,7 +47,7 @@ _mix_vector, _mix_rest = mix(1, 1), mix(1, 1, is_partial=True)
 _SINGLE = np.float32(0.0)
 
 
-@jit_numbers
+@jit_inner_numbers
 def attend(op, piece, scratch, kind):
     """Attend with the tokens of a segment to their slots, in one head.
 
@@ -104,7 +104,7 @@ def attend(op, piece, scratch, kind):
             attended[i] = narrow(mixed[t * dim + i] * total[t], kind)
 
 
-@jit_numbers
+@jit_inner_numbers
 def _weigh(address, count, factor, limit):
     """Turn products of a query and keys into unnormalised weights; return their sum."""
     scores = numbers(address, _SINGLE)
@@ -121,7 +121,7 @@ def _weigh(address, count, factor, limit):
     return sum_of(address, count, _SINGLE)
 
 
-@jit_numbers
+@jit_inner_numbers
 def _mix_all(scratch, pitch, values, stride, begin, common, count, dim, out, kind):
     """Add up the values of the slots that all tokens of a segment see."""
     width = width_of(kind)
@@ -144,7 +144,7 @@ def _mix_all(scratch, pitch, values, stride, begin, common, count, dim, out, kin
         _mix_narrow(scores, first, stride, 0, common, place, dim, to, kind)
 
 
-@jit_numbers
+@jit_inner_numbers
 def _mix_listed(scores, values, stride, slots, count, dim, out, kind):
     """Add up the values of listed slots for one token."""
     place = 0
@@ -155,7 +155,7 @@ def _mix_listed(scores, values, stride, slots, count, dim, out, kind):
     _mix_narrow(scores, values, stride, slots, count, place, dim, out, kind)
 
 
-@jit_numbers
+@jit_inner_numbers
 def _mix_narrow(scores, values, stride, slots, count, place, dim, out, kind):
     """Add up the numbers from `place` on, fewer than are summed side by side."""
     width = width_of(kind)

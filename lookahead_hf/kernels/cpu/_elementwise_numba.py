@@ -14,7 +14,7 @@ from lookahead_hf.kernels.cpu.fields import (
 )
 from lookahead_hf.kernels.cpu.scalars import narrow, numbers, power_of_two, wide
 from lookahead_hf.kernels.cpu.vectors import sum_of, sum_of_squares
-from lookahead_hf.ngram_pool.jit import jit_numbers
+from lookahead_hf.ngram_pool.jit import jit_inner_numbers
 
 _SINGLE = np.float32(0.0)
 _ONE, _TWO, _HALF = np.float32(1.0), np.float32(2.0), np.float32(0.5)
@@ -22,13 +22,13 @@ _WHOLE = np.float32(12582912.0)  # adding and taking it away leaves a whole numb
 _GELU, _CUBE = np.float32(0.7978845608028654), np.float32(0.044715)
 
 
-@jit_numbers
+@jit_inner_numbers
 def near(number, kind):
     """Return a float32 number rounded to a kind."""
     return wide(narrow(number, kind))
 
 
-@jit_numbers
+@jit_inner_numbers
 def exp(x):
     """Return e**x within two units of the last place, without a call, so that loops vectorise."""
     x = np.float32(-87.0) if x < np.float32(-87.0) else x
@@ -45,13 +45,13 @@ def exp(x):
     return p * power_of_two(n)
 
 
-@jit_numbers
+@jit_inner_numbers
 def tanh(x):
     """Return the hyperbolic tangent."""
     return _ONE - _TWO / (exp(_TWO * x) + _ONE)
 
 
-@jit_numbers
+@jit_inner_numbers
 def activate(address, count, flavour, kind):
     """Replace `count` float32 numbers by their activations, rounded to a kind."""
     x = numbers(address, _SINGLE)
@@ -65,7 +65,7 @@ def activate(address, count, flavour, kind):
             x[i] = near(_HALF * a * (_ONE + tanh(_GELU * (a + _CUBE * a * a * a))), kind)
 
 
-@jit_numbers
+@jit_inner_numbers
 def norm(source, target, weight, bias, size, epsilon, flavour, kind, centred):
     """Write the norm of a vector of `size` numbers; `target` may be `source`.
 
@@ -99,7 +99,7 @@ def norm(source, target, weight, bias, size, epsilon, flavour, kind, centred):
             out[i] = narrow(wide(w[i]) * (wide(x[i]) * scale), kind)
 
 
-@jit_numbers
+@jit_inner_numbers
 def rotate(source, target, cos, sin, dim, rotated, is_wide, kind):
     """Rotate the first `rotated` of `dim` numbers of a head; `target` may be `source`.
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from lookahead_hf.kernels.cpu.fields import BEGIN, COUNT, END, FIRST, ROW_SLOT
-from lookahead_hf.ngram_pool.jit import jit
+from lookahead_hf.ngram_pool.jit import jit, jit_inner
 
 
 @jit
@@ -59,7 +59,7 @@ def plan_rows(seen, counts, row_slots, first_token, most, segments, tail_starts,
     return num_segments, pitch
 
 
-@jit
+@jit_inner
 def _first_seen(seen):
     for slot in range(len(seen)):
         if seen[slot]:
@@ -67,7 +67,7 @@ def _first_seen(seen):
     return len(seen)
 
 
-@jit
+@jit_inner
 def _end_of_run(seen, begin):
     slot = begin
     while slot < len(seen) and seen[slot]:

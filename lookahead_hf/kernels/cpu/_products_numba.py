@@ -10,7 +10,7 @@ from lookahead_hf.kernels.cpu.fields import SIDE_BY_SIDE
 from lookahead_hf.kernels.cpu.llvm import LINE
 from lookahead_hf.kernels.cpu.scalars import numbers, wide, width_of
 from lookahead_hf.kernels.cpu.vectors import ROWS, dots, in_vector, is_widened, touch
-from lookahead_hf.ngram_pool.jit import jit_numbers
+from lookahead_hf.ngram_pool.jit import jit_inner_numbers
 
 TOUCHED = 12 * 1024
 """Bytes of some rows and tokens up to which the rows are touched before they are multiplied. They
@@ -24,37 +24,37 @@ _near, _only = dots(ROWS, _ANY), dots(ROWS, _ANY, 4)
 _half, _least = dots(ROWS, _OF_SEVERAL, 2), dots(ROWS, _OF_SEVERAL, 1)
 
 
-@jit_numbers
+@jit_inner_numbers
 def dot(w, x, size, out, kind):
     """Write the product of two vectors."""
     _one(w, size, x, size, size, 1, out, 1, 0, kind)
 
 
-@jit_numbers
+@jit_inner_numbers
 def rows_by_tokens(w, w_stride, x, x_stride, size, count, out, out_stride, kind):
     """Multiply ROWS rows by up to SIDE_BY_SIDE tokens, all of which are in a cache."""
     _near(w, w_stride, x, x_stride, size, count, out, out_stride, 0, kind)
 
 
-@jit_numbers
+@jit_inner_numbers
 def _only_block(w, x, size, count, out, out_stride, ahead, kind):
     """Multiply ROWS rows by all tokens, and ask memory for the next rows."""
     _only(w, size, x, size, size, count, out, out_stride, ahead, kind)
 
 
-@jit_numbers
+@jit_inner_numbers
 def _half_block(w, x, size, count, out, out_stride, ahead, kind):
     """Multiply by one of two or three blocks of tokens, each of which asks for a part."""
     _half(w, size, x, size, size, count, out, out_stride, ahead, kind)
 
 
-@jit_numbers
+@jit_inner_numbers
 def _small_block(w, x, size, count, out, out_stride, ahead, kind):
     """Multiply by one of more blocks."""
     _least(w, size, x, size, size, count, out, out_stride, ahead, kind)
 
 
-@jit_numbers
+@jit_inner_numbers
 def widen(x, count, room, kind):
     """Write numbers as float32."""
     source, target = numbers(x, kind), numbers(room, np.float32(0.0))
@@ -62,7 +62,7 @@ def widen(x, count, room, kind):
         target[i] = wide(source[i])
 
 
-@jit_numbers
+@jit_inner_numbers
 def product(w, first, last, size, x, tokens, out, out_stride, room, kind):
     """Multiply the rows `first` to `last` of a weight, [any, size], by tokens, [tokens, size].
 
@@ -104,7 +104,7 @@ def product(w, first, last, size, x, tokens, out, out_stride, room, kind):
         row += 1
 
 
-@jit_numbers
+@jit_inner_numbers
 def _product_of_widened(w, first, last, size, x, tokens, out, out_stride, room, kind):
     """Multiply as `product` does, block by block: the rows stay in a core's second cache."""
     length, blocks = size * width_of(kind), (tokens + SIDE_BY_SIDE - 1) // SIDE_BY_SIDE

@@ -69,7 +69,7 @@ from lookahead_hf.kernels.cpu.scalars import (
     width_of,
     yield_core,
 )
-from lookahead_hf.ngram_pool.jit import entry_point, jit_numbers
+from lookahead_hf.ngram_pool.jit import entry_point, jit_inner_numbers
 
 _PATIENCE = 2_000
 """Looks at a counter after which a waiting thread yields its core."""
@@ -78,7 +78,7 @@ _SINGLE, _NOTHING = np.float32(0.0), np.float32(0.0)
 _ONE = np.float32(1.0)
 
 
-@jit_numbers
+@jit_inner_numbers
 def _normalize(op, token, scratch, kind):
     """Carry out a norm for one token."""
     size, epsilon, flavour = op[SIZE], float_of(op[EPSILON]), op[FLAVOUR]
@@ -94,7 +94,7 @@ def _normalize(op, token, scratch, kind):
                 to[i] = narrow(wide(to[i]) + wide(new[i]), kind)
 
 
-@jit_numbers
+@jit_inner_numbers
 def _turn(op, token, scratch, kind):
     """Rotate the heads of a token, after a norm of each if there is one."""
     dim, heads, is_wide = op[SIZE], op[HEADS], op[FLAVOUR] != 0
@@ -110,7 +110,7 @@ def _turn(op, token, scratch, kind):
         rotate(source, target, cos, op[SIN] + angle, dim, op[ROTATED], is_wide, kind)
 
 
-@jit_numbers
+@jit_inner_numbers
 def _multiply(op, tokens, piece, scratch, kind):
     """Multiply a piece of a linear layer's weight, and store the results or add them."""
     pitch, stride = op[PIECE], op[OUTPUTS]
@@ -142,7 +142,7 @@ def _multiply(op, tokens, piece, scratch, kind):
                 to[i] = narrow(wide(to[i]) + added, kind)
 
 
-@jit_numbers
+@jit_inner_numbers
 def _gate(op, tokens, piece, scratch, kind):
     """Multiply a piece of both weights of a gated unit, and gate the one by the other."""
     pitch, size, stride = op[PIECE], op[SIZE], op[OUTPUTS]
@@ -169,7 +169,7 @@ def _gate(op, tokens, piece, scratch, kind):
             to[i] = narrow(a[i] * near(b[i], kind), kind)
 
 
-@jit_numbers
+@jit_inner_numbers
 def _num_pieces(op, tokens):
     """Return the number of pieces of an operation."""
     kind = op[KIND]
@@ -180,7 +180,7 @@ def _num_pieces(op, tokens):
     return tokens
 
 
-@jit_numbers
+@jit_inner_numbers
 def _carry_out(op, tokens, piece, scratch, kind):
     """Carry out a piece of an operation."""
     if op[KIND] == LINEAR:
@@ -195,7 +195,7 @@ def _carry_out(op, tokens, piece, scratch, kind):
         _turn(op, piece, scratch, kind)
 
 
-@jit_numbers
+@jit_inner_numbers
 def _wait(address, count):
     """Wait until a counter that threads share reaches `count`."""
     looks = 0
@@ -206,7 +206,7 @@ def _wait(address, count):
             looks = 0
 
 
-@jit_numbers
+@jit_inner_numbers
 def run(address, kind):
     """Do one thread's part of the job at an address, which all threads share."""
     job = longs(address)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Iterable, Sequence
+from functools import cache, cached_property, partial
 from types import ModuleType
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from lookahead_hf.kernels.cpu import fields, team
 from lookahead_hf.kernels.data import PathTable
 from lookahead_hf.ngram_pool import compilation
-from lookahead_hf.ngram_pool.compilation import Compilation
+from lookahead_hf.ngram_pool.compilation import Functions
 
 KINDS = {
     torch.bfloat16: np.uint16(0),
@@ -26,15 +26,25 @@ MOST_TOKENS = 512
 parameters takes 0.75 of its own code's time; one of 1.5B takes 0.93 at 256 tokens."""
 
 
-def compilations_of(dtype: torch.dtype) -> list[Compilation]:
-    """Return what has to be compiled for the kernels of a dtype, in this order."""
-    more = [compilation.of_float16] if dtype == torch.float16 else []
-    return [compilation.of_kernels, *more]
+def groups_of(dtypes: Iterable[torch.dtype]) -> list[Functions]:
+    """Return the groups of functions that serve layers of some dtypes, in the order of need."""
+    names = [name_of(dtype) for dtype in dict.fromkeys(dtypes) if dtype in KINDS]
+    return [compilation.common, *(compilation.kernels[name] for name in names)] if names else []
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def is_ready(dtype: torch.dtype) -> bool:
-    """Return whether there are kernels for a dtype, and they are compiled."""
-    return dtype in KINDS and all(each.compiled() for each in compilations_of(dtype))
+    """Return whether there are kernels for a dtype, and they are loaded."""
+    return dtype in KINDS and all(each.is_loaded() for each in groups_of([dtype]))
+
+
+def chooses(dtype: torch.dtype) -> bool:
+    """Return whether `argmax` is loaded and takes such numbers."""
+    is_known = dtype in KINDS and (dtype != torch.float16 or _has_float16())
+    return compilation.common.is_loaded() and is_known
 
 
 def functions() -> ModuleType:
@@ -138,7 +148,7 @@ class Workspace:
 
 def _entry_of(dtype: torch.dtype) -> int:
     """Return the address of the function that runs jobs on numbers of a dtype."""
-    return int(getattr(functions(), f"run_{dtype}".replace("torch.", "")).address)
+    return int(getattr(functions(), f"run_{name_of(dtype)}").address)
 
 
 def argmax(scores: torch.Tensor) -> int:
@@ -160,33 +170,39 @@ def compact_path(
     _choice_numba.compact(table.words.numpy(), *arrays, word)
 
 
-def _warm_up() -> None:
-    """Compile the kernels for bfloat16 and float32, or load them."""
-    for dtype in (torch.bfloat16, torch.float32):
-        _compile_for(dtype)
+def _load_plans() -> None:
     seen, counts = np.ones((1, 1, 1), bool), np.ones(1, np.int64)
     Plan(np.zeros(1, np.int64), [(seen, counts, np.zeros(1, np.int64))])
 
 
-def _warm_up_float16() -> None:
-    """Compile the kernels for float16, or load them.
+def _load_choices() -> None:
+    one = np.ones(1, np.int64)
+    for dtype in KINDS:
+        if dtype != torch.float16 or _has_float16():
+            assert argmax(torch.zeros(1, dtype=dtype)) == 0
+    for dtype in (torch.bfloat16, torch.float32):
+        compact_path(PathTable([torch.zeros(1, 1, 1, 1, dtype=dtype)]), one - 1, one[None] - 1, one)
+
+
+def _load_layers(dtype: torch.dtype) -> None:
+    """Load the functions that run jobs on numbers of a dtype.
 
     Raises:
         RuntimeError: The processor cannot convert such numbers.
     """
+    if dtype == torch.float16 and not _has_float16():
+        raise RuntimeError("the processor has no instructions that convert float16 numbers")
+    assert _entry_of(dtype)
+
+
+@cache
+def _has_float16() -> bool:
     functions()
     from lookahead_hf.kernels.cpu.llvm import HAS_FLOAT16
 
-    if not HAS_FLOAT16:
-        raise RuntimeError("the processor has no instructions that convert float16 numbers")
-    _compile_for(torch.float16)
+    return HAS_FLOAT16
 
 
-def _compile_for(dtype: torch.dtype) -> None:
-    store, one = torch.zeros(1, 1, 1, 1, dtype=dtype), np.ones(1, np.int64)
-    assert _entry_of(dtype) and argmax(store.flatten()) == 0
-    compact_path(PathTable([store]), one - 1, one[None] - 1, one)
-
-
-compilation.of_kernels.register(_warm_up)
-compilation.of_float16.register(_warm_up_float16)
+compilation.common.register(_load_plans, _load_choices)
+for _dtype in KINDS:
+    compilation.kernels[name_of(_dtype)].register(partial(_load_layers, _dtype))

@@ -13,11 +13,15 @@ from lookahead_hf.call import execution
 from lookahead_hf.kernels.cpu import program, team
 from lookahead_hf.model_state import state_of
 from lookahead_hf.ngram_pool import compilation
+from lookahead_hf.ngram_pool.compilation import Functions
 from lookahead_hf.patches.layers.compiled import CompiledLayers
 from lookahead_hf.patches.layers.step import Broken
 from lookahead_hf.patches.layers.trial import width_of
 
 _logger = logging.getLogger(__name__)
+
+LOADING_SECONDS = 0.1
+"""Time for which the beginning of a call loads kernels that another process has compiled."""
 
 
 class CompiledSteps:
@@ -39,14 +43,12 @@ class CompiledSteps:
 
         Args:
             model: The target.
-            asked: As `compiled_layers` of the configuration. For "everywhere" the kernels are
-                compiled first, if need be. Without it they read prompts where torch is slow.
+            asked: As `compiled_layers` of the configuration. For "everywhere" the call waits until
+                the kernels are compiled. Without it they read prompts where torch is slow.
             refusal: Why the call does not use the kernels, None if it may.
         """
         refusal = refusal or (None if asked else execution.NOT_ASKED_FOR)
-        if asked == "everywhere" and refusal is None:
-            _compile(model)
-        refusal = refusal or _refusal(model)
+        refusal = refusal or _refusal(model, waits=asked == "everywhere")
         self._layers = None if refusal else _kept(model)
         self.reasons = {refusal} if refusal else set[str]()
         self.counts: dict[str, int] = {}
@@ -98,24 +100,26 @@ class CompiledSteps:
         self.counts = {execution.COMPILED: by_kernels, execution.MODEL: by_own_code}
 
 
-def _compile(model: Any) -> None:
-    """Compile the kernels now; if that fails, calls go on without them."""
-    try:
-        for each in (compilation.of_process, *program.compilations_of(model.dtype)):
-            each.compile_now()
-    except Exception:
-        _logger.info("the kernels could not be compiled", exc_info=True)
+def groups_of(model: Any) -> list[Functions]:
+    """Return the compiled functions that calls on a model need, in the order of need."""
+    if model.device.type != "cpu":
+        return [compilation.drafting]
+    dtypes = (each.dtype for each in model.parameters())  # a few layers may have another
+    return [compilation.drafting, *program.groups_of([model.dtype, *dtypes])]
 
 
-def _refusal(model: Any) -> str | None:
-    """Return why a call cannot use the kernels, None if it can; start to compile them."""
+def _refusal(model: Any, waits: bool) -> str | None:
+    """Return why a call cannot use the kernels, None if it can; have them compiled."""
     if not team.has_torchs_threads():
         return execution.NO_OPENMP
-    kernels = program.compilations_of(model.dtype)
-    parts = [compilation.of_process, *kernels]
-    if all(each.compiled() for each in kernels) or all(each.ready() for each in parts):  # in turn
+    if state_of(model).get(CompiledLayers) is not None and program.is_ready(model.dtype):
         return None
-    is_failed = not all(each.available() for each in parts)
+    groups = groups_of(model)
+    compilation.wait(groups) if waits else compilation.request(groups)
+    kernels = groups[1:]
+    if all(each.ready(LOADING_SECONDS) for each in kernels):
+        return None
+    is_failed = not all(each.is_available() for each in kernels)
     return execution.NO_COMPILER if is_failed else execution.COMPILING
 
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import lookahead_hf
-from lookahead_hf import ngram_pool
+from lookahead_hf.ngram_pool import compilation
 from tests.helpers.caches import CACHE
 from tests.helpers.models import VOCAB, left_padded, prompt
 
@@ -68,8 +68,7 @@ def _process(rank: int, works: tuple[Work, ...], folder: Path, port: int) -> Non
     warnings.simplefilter("ignore")
     limit = datetime.timedelta(seconds=SECONDS / 2)
     distributed.init_process_group("gloo", rank=rank, world_size=2, timeout=limit)
-    if ngram_pool.of_process.available():
-        ngram_pool.of_process.compile_now()
+    compilation.wait([compilation.drafting])
     torch.save([work(rank, folder) for work in works], folder / f"{rank}.pt")
     distributed.barrier()
     distributed.destroy_process_group()

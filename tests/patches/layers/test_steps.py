@@ -24,9 +24,11 @@ from lookahead_hf.patches.layers import trial
 from lookahead_hf.patches.layers.compiled import CompiledLayers
 from lookahead_hf.patches.layers.room import Room
 from lookahead_hf.patches.layers.step import LayerStep
+from lookahead_hf.patches.layers.steps import groups_of
 from lookahead_hf.stats import SpeculativeStats
 from tests.helpers.changes import hooked
 from tests.helpers.compiled import run
+from tests.helpers.compiling import Elsewhere, nothing_compiled
 from tests.helpers.models import prompt, tiny
 
 NUM_LAYERS = 4
@@ -156,8 +158,11 @@ def with_an_own_norm(model: Any) -> None:
 
 @contextmanager
 def compiling(patch: pytest.MonkeyPatch) -> Iterator[None]:
-    patch.setattr(compilation.of_kernels, "compiled", lambda: False)
-    yield
+    with nothing_compiled(patch, compilation.common) as pending:
+        pending.append(lambda: pytest.fail("it is not compiled"))
+        patch.setattr(compilation.common, "is_on_disk", lambda: False)
+        patch.setattr(compilation.common, "child", Elsewhere())
+        yield
 
 
 @contextmanager
@@ -258,21 +263,20 @@ def test_without_amx_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     run(tiny("llama").to(torch.bfloat16), True)
 
 
-def test_the_kernels_for_float16_are_compiled_after_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model, asked = tiny("llama").half(), list[str]()
-    monkeypatch.setattr(compilation.of_float16, "compiled", lambda: False)
-    for each in (compilation.of_process, compilation.of_kernels, compilation.of_float16):
-        monkeypatch.setattr(
-            each, "ready", lambda each=each: asked.append(each.name) or each.compiled()
-        )
-    run(model, True)
-    assert asked[:3] == ["of_process", "of_kernels", "of_float16"]
-    assert stats_of(model).own_code == (execution.COMPILING,)
-    monkeypatch.undo()
-    run(model, True)
-    assert stats_of(model).execution == "compiled"
+def test_a_model_needs_the_kernels_of_its_dtypes() -> None:
+    model = tiny("llama").half()
+    assert [each.name for each in groups_of(model)] == ["drafting", "common", "float16"]
+    model.lm_head.float()
+    assert [each.name for each in groups_of(model)][2:] == ["float16", "float32"]
+    assert [each.name for each in groups_of(tiny("llama").double())] == ["drafting"]
+
+
+def test_kernels_are_loaded_at_the_beginning_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, loaded = tiny("llama").half(), list[str]()
+    with nothing_compiled(monkeypatch, compilation.kernels["float16"]) as pending:
+        pending.append(lambda: loaded.append("float16"))
+        run(model, True)
+    assert loaded == ["float16"] and stats_of(model).execution == "compiled"
 
 
 def test_a_call_without_the_kernels_says_so() -> None:

@@ -1,0 +1,58 @@
+"""The process that compiles: `python -m lookahead_hf.compile drafting common bfloat16`.
+
+Other processes start it and load from disk what it has compiled; `lookahead-hf compile` is for
+people.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from lookahead_hf.ngram_pool import compilation
+from lookahead_hf.utils.files import locked
+
+NICENESS = 10
+"""Against the threads of a model, which wait for each other."""
+
+
+def main(names: Sequence[str]) -> None:
+    """Compile some groups of functions, or wait until another process has done so."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt at a prompt is not for it
+    if hasattr(os, "nice"):
+        os.nice(NICENESS)
+    with compilation.importing_numba():
+        from lookahead_hf.ngram_pool import jit
+    jit.compile_here()
+    # These say what there is to compile.
+    import lookahead_hf.drafting.registry
+    import lookahead_hf.kernels.cpu.program  # noqa: F401
+
+    with locked(Path(jit.folder_of(jit.writable()), "lookahead_hf.lock")):
+        errors = [error for name in names if (error := _compiled(name))]
+    if errors:
+        raise SystemExit("; ".join(errors))
+
+
+def _compiled(name: str) -> str | None:
+    """Compile a group; return why that has failed, None if it has not."""
+    try:
+        compilation.GROUPS[name].compile()
+    except Exception as error:
+        return f"{name}: {type(error).__name__}: {error}"
+    return None
+
+
+def _end_with_parent() -> None:
+    """Wait until the pipe breaks that the parent holds."""
+    os.read(0, 1)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
