@@ -18,15 +18,15 @@ ARGS ?=
 WORKERS ?= 2
 OLDEST_TRANSFORMERS := 5.17.0
 # The rooms that touch transformers' code, and whole calls, without what only its newest version has.
-CORE_TESTS := $(addprefix tests/,cache call compat generation model patches runner support verification \
-	test_abuse.py test_auto.py test_encoder_decoder.py test_fallback.py test_half_precision.py \
-	test_hook.py test_lossless.py test_lossless_assistant.py test_pipelines.py test_properties.py \
-	test_real_model.py test_speech.py test_wrappers.py)
-NOT_ON_OLDEST := --ignore tests/compat/test_private_names.py --ignore tests/cache/test_indexed_layers.py \
-	--ignore tests/support/test_self_test_of_mixers.py \
-	--deselect tests/patches/layers/test_compiled.py::test_a_family_writes_plains_text \
+CORE_TESTS := $(addprefix tests/,block cache call engines/cpu engines/cuda engines/hybrid generation model runner \
+	verification test_abuse.py test_auto.py test_encoder_decoder.py test_fallback.py \
+	test_half_precision.py test_hook.py test_lossless.py test_lossless_assistant.py \
+	test_pipelines.py test_properties.py test_real_model.py test_speech.py test_wrappers.py)
+NOT_ON_OLDEST := --ignore tests/model/compat/test_private_names.py --ignore tests/cache/test_indexed_layers.py \
+	--ignore tests/model/test_self_test_of_mixers.py \
+	--deselect tests/engines/cpu/layers/test_compiled.py::test_a_family_writes_plains_text \
 	--deselect tests/runner/test_architectures.py::test_logits_are_plains \
-	--deselect tests/runner/test_prompts_by_kernels.py::test_a_queue_does_not_change_the_bits_of_its_texts \
+	--deselect tests/engines/cpu/test_prompts_by_kernels.py::test_a_queue_does_not_change_the_bits_of_its_texts \
 	--deselect tests/verification/test_batched_walk.py::test_greedy_rows_of_a_queue_are_read_at_once
 
 PYTEST := -m pytest -q -n $(WORKERS) --dist worksteal

@@ -13,7 +13,7 @@ from typing import Any
 
 import svg
 
-from lookahead_hf.cli.measuring import LOOKUP, OURS, PLAIN
+from lookahead_hf.tools.cli.measuring import LOOKUP, OURS, PLAIN
 
 COLOURS = {PLAIN: "#8b949e", LOOKUP: "#d29922", OURS: "#2f81f7"}
 """They stand out on white and on black."""

@@ -17,7 +17,7 @@ import torch
 
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.draft import ROOT, DraftTree, Verdict
-from lookahead_hf.drafting.control.budget import SteadySteps
+from lookahead_hf.drafting.budget import SteadySteps
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.session import DraftSession, Limits
 from lookahead_hf.drafting.sources.recycling import RecyclingDrafter

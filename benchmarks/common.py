@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 
-from lookahead_hf.cli.measuring import Batch, end_tokens
+from lookahead_hf.tools.cli.measuring import Batch, end_tokens
 
 __all__ = [
     "Batch",
@@ -124,7 +124,7 @@ def load(
 
     `threads` is the number of torch's threads from now on; None leaves it to torch.
     """
-    from lookahead_hf.cli.real_model import ensure_demo_model
+    from lookahead_hf.tools.cli.real_model import ensure_demo_model
 
     if threads:
         torch.set_num_threads(threads)

@@ -36,7 +36,7 @@ from record import folder_of, recorded
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.call.prepared import Request
 from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.drafting.control.budget import SteadySteps
+from lookahead_hf.drafting.budget import SteadySteps
 from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.session import DraftSession, Limits
 from lookahead_hf.drafting.topk import BestTokens
@@ -213,7 +213,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     place = "float32", "cpu", arguments.threads
     load = functools.cache(lambda: common.load(arguments.model, *place))
-    from lookahead_hf.cli.real_model import cache_root
+    from lookahead_hf.tools.cli.real_model import cache_root
 
     model, _ = load()
     folder = folder_of(model, cache_root() / "texts")

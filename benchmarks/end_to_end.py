@@ -30,10 +30,9 @@ from transformers import TextStreamer
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
-from lookahead_hf.cli.env import machine
-from lookahead_hf.cli.measuring import Run, measure, systems
-from lookahead_hf.cli.screen import CommandError
-from lookahead_hf.cli.summary import summarize
+from lookahead_hf.tools.cli.commands.env import machine
+from lookahead_hf.tools.cli.measuring import Run, measure, summarize, systems
+from lookahead_hf.tools.cli.screen import CommandError
 
 CACHE_ONLY = "budget 0"
 EVERYWHERE = "everywhere"

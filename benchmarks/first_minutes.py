@@ -28,8 +28,8 @@ from typing import Any
 import common
 
 import lookahead_hf
-from lookahead_hf.cli.env import cpu_name
-from lookahead_hf.cli.measuring import timed_call
+from lookahead_hf.tools.cli.commands.env import cpu_name
+from lookahead_hf.tools.cli.measuring import timed_call
 
 NUM_CALLS = 4
 

@@ -82,7 +82,7 @@ one() {
     kernels=$!
     tests attention_tests tests/kernels/test_attention.py $few &
     attentions=$!
-    tests graphs_tests tests/gpu tests/runner/cuda/test_capture.py $few &
+    tests graphs_tests tests/gpu tests/engines/cuda/test_capture.py $few &
     graphs=$!
     for each in $kernels $attentions $graphs; do
         wait "$each" || failed=1

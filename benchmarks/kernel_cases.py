@@ -11,8 +11,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from lookahead_hf import kernels
-from lookahead_hf.patches import attention
-from lookahead_hf.patches.forward import ForwardContext, running
+from lookahead_hf.runner import attention
+from lookahead_hf.runner.forward import ForwardContext, running
 
 _MOST_COPIES = 64
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import common
 
 import lookahead_hf
-from lookahead_hf.model_state import return_memory
+from lookahead_hf.model.state import return_memory
 
 NUM_PROMPTS = 4
 

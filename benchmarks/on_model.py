@@ -11,8 +11,8 @@ from record import best_tokens
 from replay import Recorded, joined
 from transformers import DynamicCache
 
-from lookahead_hf.compat import GENERATE_CACHE
 from lookahead_hf.draft import ROOT, DraftTree
+from lookahead_hf.model.compat import GENERATE_CACHE
 
 
 class OnModel(Recorded):

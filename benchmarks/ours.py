@@ -11,12 +11,12 @@ from replay import Contender, Seen
 from lookahead_hf.call.prepared import Request
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.drafting.control.calibration import KeptRates
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble
+from lookahead_hf.drafting.merge import head
+from lookahead_hf.drafting.rates import KeptRates
 from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
-from lookahead_hf.drafting.tree import head
 from lookahead_hf.rows import Rows
 
 

@@ -27,7 +27,7 @@ from step import load, shapes_parser
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
-from lookahead_hf.runner.cuda.capture import Recording
+from lookahead_hf.engines.cuda.capture import Recording
 from lookahead_hf.runner.host import Runner
 
 

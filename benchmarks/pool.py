@@ -26,9 +26,9 @@ import torch
 from pool_drafting import NODES, Line, Looks, scans, timed, trees
 from pool_text import read_text
 
-from lookahead_hf.cli import env
-from lookahead_hf.drafting.sources.pool import PoolDrafter
 from lookahead_hf.ngram_pool import NgramPool, SuffixIndexes, compilation
+from lookahead_hf.sources.pool import PoolDrafter
+from lookahead_hf.tools.cli.commands import env
 
 CONTEXTS = (500, 5_000, 100_000)
 INSERTIONS = (5_000, 100_000)

@@ -18,15 +18,15 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting import _numba as merging
-from lookahead_hf.drafting.control.calibration import Calibration
 from lookahead_hf.drafting.ensemble import Ensemble
+from lookahead_hf.drafting.merge import head
+from lookahead_hf.drafting.rates import Calibration
 from lookahead_hf.drafting.sources import _recycling_numba as recycling
 from lookahead_hf.drafting.sources.ngram import NgramDrafter
-from lookahead_hf.drafting.sources.pool import PoolDrafter
 from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
-from lookahead_hf.drafting.tree import head
 from lookahead_hf.ngram_pool import NgramPool, _numba, _pool_numba
 from lookahead_hf.rows import Rows
+from lookahead_hf.sources.pool import PoolDrafter
 
 NODES = 64
 VERIFIED = 16

@@ -31,9 +31,8 @@ from results import print_lines
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
-from lookahead_hf.cli.env import machine
-from lookahead_hf.cli.measuring import OURS, PLAIN, Batch, Call, Run, timed_call
-from lookahead_hf.cli.summary import summarize
+from lookahead_hf.tools.cli.commands.env import machine
+from lookahead_hf.tools.cli.measuring import OURS, PLAIN, Batch, Call, Run, summarize, timed_call
 
 PREDICTED, COMMON_RUN = "with prediction", "with its longest common run"
 SPECULATIVE: Any = True

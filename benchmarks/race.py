@@ -18,7 +18,7 @@ import svg
 from arrivals import Run, generate
 
 import lookahead_hf
-from lookahead_hf.cli.env import machine
+from lookahead_hf.tools.cli.commands.env import machine
 from lookahead_hf.trace import MODEL, pieces_of
 
 COLUMNS, LINE, TOP = 58, 16.5, 66

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from call_replay import Text
 
-from lookahead_hf.compat import GENERATE_CACHE
+from lookahead_hf.model.compat import GENERATE_CACHE
 
 TOP = 64
 """Likeliest next tokens recorded per position, as many as any drafter uses."""

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lookahead_hf.cli.measuring import PLAIN, Batch, Run
-from lookahead_hf.cli.near_ties import Parting, describe, find_partings
-from lookahead_hf.cli.summary import Line, summarize
+from lookahead_hf.tools.cli.measuring import PLAIN, Batch, Line, Run, summarize
+from lookahead_hf.tools.cli.near_ties import Parting, describe, find_partings
 
 Partings = dict[tuple[str, str], list[Parting | None]]
 """How every text parts from plain's, by family and system; None is an identical text."""

@@ -30,10 +30,9 @@ from results import print_lines
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
-from lookahead_hf.cli.env import machine
-from lookahead_hf.cli.measuring import PLAIN, Batch, Run, timed_call
-from lookahead_hf.cli.summary import summarize
 from lookahead_hf.ngram_pool import NgramPool
+from lookahead_hf.tools.cli.commands.env import machine
+from lookahead_hf.tools.cli.measuring import PLAIN, Batch, Run, summarize, timed_call
 
 DEFAULT = ("ngram", "recycling")
 FOLLOW_UPS = ("Say that again in three short sentences.", "Now give one more example of it.")

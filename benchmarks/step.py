@@ -38,19 +38,18 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from lookahead_hf import kernels
-from lookahead_hf.call import execution
-from lookahead_hf.compat import GENERATE_CACHE
+from lookahead_hf.call import admission, execution
 from lookahead_hf.draft import DraftTree
+from lookahead_hf.engines.cpu.layers import CompiledSteps
+from lookahead_hf.engines.cuda.runner import CudaRunner
+from lookahead_hf.model.compat import GENERATE_CACHE
 from lookahead_hf.model.facts import facts_of
-from lookahead_hf.model_state import state_of
-from lookahead_hf.patches.layers import CompiledSteps
-from lookahead_hf.patches.patched import patched
+from lookahead_hf.model.state import state_of
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner.cuda.runner import CudaRunner
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.outputs import DeviceOutputs
+from lookahead_hf.runner.patched import patched
 from lookahead_hf.runner.prefill import start
-from lookahead_hf.support import checks
 
 SHAPES = {
     "tiny": (64, 128, 2, 4, 2, 512),  # to rehearse with
@@ -273,7 +272,7 @@ def bytes_read(model: Any) -> int:
 def measure(model: Any, shape: str, floor: float, options: argparse.Namespace) -> Iterator[Line]:
     """All lines of one model."""
     cuda = model.device.type == "cuda"
-    checks.admit(model, checks.Purpose.WARM_UP)  # decides how recurrent layers run blocks
+    admission.admit(model, admission.Purpose.WARM_UP)  # decides how recurrent layers run blocks
     for rows in options.batch:
         for context in options.context:
             bench = Bench(model, rows, context, options.rounds)

@@ -43,8 +43,8 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
-from lookahead_hf.cli.env import machine
-from lookahead_hf.cli.measuring import until_end
+from lookahead_hf.tools.cli.commands.env import machine
+from lookahead_hf.tools.cli.measuring import until_end
 
 PLAIN, THEIRS, NO_DRAFTS, OURS = "plain static", "transformers", "ours, no drafts", "ours"
 

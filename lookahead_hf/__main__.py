@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from lookahead_hf.cli import main
+from lookahead_hf.tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from lookahead_hf.config import STRATEGIES
 from lookahead_hf.hook import enable_everywhere
-from lookahead_hf.utils.spelling import known_names
+from lookahead_hf.utils import known_names
 
 _SWITCHES = {"": None, "0": False, "1": True}
 _USAGE = "python -m lookahead_hf.auto [--speculative] PROGRAM [argument ...]"

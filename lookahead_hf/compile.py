@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lookahead_hf.ngram_pool import compilation
-from lookahead_hf.utils.files import locked
+from lookahead_hf.utils import locked
 
 NICENESS = 10
 """Against the threads of a model, which wait for each other."""
@@ -31,7 +31,7 @@ def main(names: Sequence[str]) -> None:
     jit.compile_here()
     # These say what there is to compile.
     import lookahead_hf.drafting.registry
-    import lookahead_hf.kernels.cpu.program  # noqa: F401
+    import lookahead_hf.engines.cpu.kernels.program  # noqa: F401
 
     with locked(Path(jit.folder_of(jit.writable()), "lookahead_hf.lock")):
         errors = [error for name in names if (error := _compiled(name))]

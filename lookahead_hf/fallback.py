@@ -6,8 +6,8 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
-from lookahead_hf.model_state import state_of
-from lookahead_hf.utils.warn import warn_caller
+from lookahead_hf.model.state import state_of
+from lookahead_hf.utils import warn_caller
 
 TRANSFORMERS = ">=5.17,<5.25"
 """The versions of transformers that the tests run with, from the oldest to the newest."""

@@ -13,18 +13,17 @@ from weakref import WeakSet
 
 from transformers import GenerationMixin
 
-from lookahead_hf import compat
-from lookahead_hf.batching import methods
 from lookahead_hf.config import SpeculativeConfig
-from lookahead_hf.drafting.control.calibration import LearnedRate
 from lookahead_hf.drafting.memory import memory_of
+from lookahead_hf.drafting.rates import LearnedRate
+from lookahead_hf.engines.cpu.layers.steps import groups_of
 from lookahead_hf.generation.strategy import run
-from lookahead_hf.model_state import state_of
+from lookahead_hf.model import compat
+from lookahead_hf.model.state import state_of
 from lookahead_hf.ngram_pool import compilation
 from lookahead_hf.ngram_pool.compilation import Functions
-from lookahead_hf.patches.layers.steps import groups_of
-from lookahead_hf.utils.spelling import spelt_right
-from lookahead_hf.utils.wrappers import unwrap
+from lookahead_hf.queue import methods
+from lookahead_hf.utils import spelt_right, unwrap
 
 _Model = TypeVar("_Model")
 

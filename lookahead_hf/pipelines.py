@@ -14,10 +14,10 @@ from transformers import (
 )
 from transformers.pipelines import check_task
 
-from lookahead_hf import compat
+from lookahead_hf.call.arguments import OURS
 from lookahead_hf.config import SpeculativeConfig
-from lookahead_hf.generation.options import OURS
 from lookahead_hf.hook import enable
+from lookahead_hf.model import compat
 
 SERVED: dict[str, type[Any]] = {
     "text-generation": TextGenerationPipeline,

@@ -12,12 +12,10 @@ from itertools import zip_longest
 from operator import add
 from typing import Any
 
-from lookahead_hf.model_state import kept
+from lookahead_hf.model.state import kept
 from lookahead_hf.trace import Trace
-from lookahead_hf.trace.page import notebook
 from lookahead_hf.trace.steps import PARTS
-from lookahead_hf.utils.spelling import known_names
-from lookahead_hf.utils.wrappers import unwrap
+from lookahead_hf.utils import known_names, unwrap
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +155,8 @@ class SpeculativeStats:
 
     def _repr_html_(self) -> str:
         """Return a table of the main numbers, and the text of a trace by who foresaw it."""
+        from lookahead_hf.tools.trace.page import notebook
+
         return notebook(str(self), self.trace)
 
     def __str__(self) -> str:

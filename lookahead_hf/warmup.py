@@ -12,28 +12,26 @@ import numpy as np
 import torch
 from transformers.utils.logging import tqdm
 
-from lookahead_hf import compat
+from lookahead_hf.call import admission
+from lookahead_hf.call.admission import Purpose
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.draft import DraftTree
-from lookahead_hf.drafting.control.cost_model import SIZES
+from lookahead_hf.drafting.costs import SIZES
 from lookahead_hf.drafting.memory import memory_of, placement
+from lookahead_hf.engines.cpu.layers import CompiledSteps
+from lookahead_hf.engines.cpu.layers.steps import groups_of
+from lookahead_hf.engines.cuda.decision import OnDevice
+from lookahead_hf.engines.cuda.runner import CudaRunner
 from lookahead_hf.fallback import Unserved
-from lookahead_hf.model import position_limits
+from lookahead_hf.model import compat, limits
 from lookahead_hf.ngram_pool import compilation
-from lookahead_hf.patches.layers import CompiledSteps
-from lookahead_hf.patches.layers.steps import groups_of
-from lookahead_hf.patches.patched import patched
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner.cuda.decision import OnDevice
-from lookahead_hf.runner.cuda.runner import CudaRunner
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.outputs import DeviceOutputs, Scores
+from lookahead_hf.runner.patched import patched
 from lookahead_hf.runner.prefill import start
-from lookahead_hf.support import checks
-from lookahead_hf.support.checks import Purpose
-from lookahead_hf.utils.spelling import spelt_right
-from lookahead_hf.utils.wrappers import unwrap
-from lookahead_hf.verification import device
+from lookahead_hf.utils import spelt_right, unwrap
+from lookahead_hf.verification import select
 
 REPEATS = 5
 """Measurements of each size; one if an earlier process has measured it and time is limited."""
@@ -171,12 +169,12 @@ def _warm_up(
         return
     limit.show("testing the model")
     try:
-        checks.admit(model, Purpose.WARM_UP)
+        admission.admit(model, Purpose.WARM_UP)
     except Unserved:
         return  # its calls will run plain generate
     if model.config.is_encoder_decoder:
         return  # its calls learn what its steps cost
-    room = position_limits.room(model)
+    room = limits.room(model)
     if room is not None:
         max_draft_nodes = min(max_draft_nodes, room // 2)
         context_length = max(1, min(context_length, room - 1 - max_draft_nodes))
@@ -193,12 +191,12 @@ def _runner(
     model: Any, num_rows: int, max_new_tokens: int, do_sample: bool, compiled: bool | str
 ) -> Runner:
     """Build the runner of such calls."""
-    if device.serves(model.device) and checks.on_device(model, model.device):
+    if select.serves(model.device) and admission.on_device(model, model.device):
         decision = OnDevice(_unaltered if do_sample else None)
         return CudaRunner(model, num_rows, decision=decision, room=max_new_tokens)
     steps = CompiledSteps(model, compiled)
     may_be_flat = num_rows > 1 or steps.reads_prompts
-    is_flat = may_be_flat and checks.takes_flat(model, torch.zeros(num_rows, 1), {})
+    is_flat = may_be_flat and admission.takes_flat(model, torch.zeros(num_rows, 1), {})
     return Runner(model, num_rows, steps=steps, flat=is_flat)
 
 

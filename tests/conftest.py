@@ -61,7 +61,7 @@ def fixed_seed() -> Iterator[None]:
 def compiled() -> None:
     """No call decodes plainly because another process still compiles."""
     import lookahead_hf.drafting.registry  # noqa: F401 (says what there is to compile)
-    import lookahead_hf.patches.layers  # noqa: F401 (the same)
+    import lookahead_hf.engines.cpu.layers  # noqa: F401 (the same)
     from lookahead_hf.ngram_pool import compilation
 
     if importlib.util.find_spec("numba"):
@@ -93,7 +93,7 @@ def bounds(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TapeRecorder]]:
     """The recorders of a test, one per call that asks for graphs; few of them record anything."""
-    monkeypatch.setattr("lookahead_hf.runner.cuda.graphs.WIDTHS", WIDTHS)
+    monkeypatch.setattr("lookahead_hf.engines.cuda.graphs.WIDTHS", WIDTHS)
     with taped(monkeypatch) as recorders:
         yield recorders
 

@@ -21,8 +21,8 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
 import lookahead_hf
-from lookahead_hf import compat
 from lookahead_hf.fallback import FallbackReason, Unserved
+from lookahead_hf.model import compat
 from lookahead_hf.model.facts import facts_of
 from tests.helpers import architectures, multimodal
 from tests.helpers.compared import Compared, assert_same_logits, compared

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import lookahead_hf
-from lookahead_hf.cli.near_ties import find_partings
-from lookahead_hf.model_state import state_of
-from lookahead_hf.support import self_test
+from lookahead_hf.model import self_test
+from lookahead_hf.model.state import state_of
+from lookahead_hf.tools.cli.near_ties import find_partings
 from tests.helpers import compared
 from tests.helpers.architectures import build
 from tests.helpers.models import left_padded, prompt, tiny

@@ -15,7 +15,7 @@ pytest.importorskip("numba")
 PROGRAM = """
 import os, sys, time, types
 from pathlib import Path
-for name in ("lookahead_hf.drafting.registry", "lookahead_hf.kernels.cpu.program"):
+for name in ("lookahead_hf.drafting.registry", "lookahead_hf.engines.cpu.kernels.program"):
     sys.modules[name] = types.ModuleType(name)  # there is only this to compile:
 from lookahead_hf import compile
 from lookahead_hf.ngram_pool import compilation

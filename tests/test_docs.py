@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Text
 
 import lookahead_hf
 from lookahead_hf.call import execution
-from lookahead_hf.cli.commands import COMMANDS
-from lookahead_hf.compat.batching import IS_KNOWN
+from lookahead_hf.model.compat.batching import IS_KNOWN
+from lookahead_hf.tools.cli.table import COMMANDS
 from tests.helpers.tiny_chat import save_tiny_chat
 
 ROOT = Path(__file__).parents[1]

@@ -14,9 +14,9 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
+from lookahead_hf.call.admission import ENCODER_DECODERS
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.rows import Rows
-from lookahead_hf.support.checks import ENCODER_DECODERS
 from tests.helpers.caches import CACHE
 from tests.helpers.compared import compared, left_to_plain, speculated
 from tests.helpers.encoder_decoder import GREEDY, SAMPLED, call, texts

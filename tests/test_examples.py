@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lookahead_hf.compat.batching import IS_KNOWN
-from lookahead_hf.drafting.control.cost_model import SLOPE, CostCurve
+from lookahead_hf.drafting.costs import SLOPE, CostCurve
+from lookahead_hf.model.compat.batching import IS_KNOWN
 from tests.helpers.compared import speculated
 from tests.helpers.tiny_chat import save_looping_chat
 

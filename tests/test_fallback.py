@@ -12,9 +12,9 @@ from transformers import LlamaForCausalLM, RwkvConfig, RwkvForCausalLM
 
 import lookahead_hf
 from lookahead_hf import fallback
+from lookahead_hf.call import admission
+from lookahead_hf.call.admission import Purpose
 from lookahead_hf.fallback import FallbackReason, Unserved
-from lookahead_hf.support import checks
-from lookahead_hf.support.checks import Purpose
 from tests.helpers.calls import run
 from tests.helpers.compared import reason_of
 from tests.helpers.fakes import PlainDecoding
@@ -119,11 +119,11 @@ def test_gradient_checkpointing(model: Any, decoding: PlainDecoding) -> None:
     assert len(decoding.calls) == 1
     model.train()
     with pytest.raises(Unserved, match="gradient checkpointing"):
-        checks.admit(model, Purpose.CALL)
+        admission.admit(model, Purpose.CALL)
 
 
 def test_encoder_decoder(decoding: PlainDecoding, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "ENCODER_DECODERS", checks.ENCODER_DECODERS - {"bart"})
+    monkeypatch.setattr(admission, "ENCODER_DECODERS", admission.ENCODER_DECODERS - {"bart"})
     model = lookahead_hf.enable(tiny("bart"))
     expected = run(model)
     with pytest.warns(Warned, match="encoder_decoder"):
@@ -134,7 +134,7 @@ def test_encoder_decoder(decoding: PlainDecoding, monkeypatch: pytest.MonkeyPatc
 def test_recurrent_state() -> None:
     config = RwkvConfig(vocab_size=100, hidden_size=32, num_hidden_layers=2)
     with pytest.raises(Unserved, match="stateful"):
-        checks.admit(RwkvForCausalLM(config).eval(), Purpose.CALL)
+        admission.admit(RwkvForCausalLM(config).eval(), Purpose.CALL)
 
 
 def test_a_decoding_loop_of_its_own(decoding: PlainDecoding) -> None:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from lookahead_hf import SpeculativeConfig
-from lookahead_hf.cli.measuring import end_tokens, until_end
-from lookahead_hf.cli.near_ties import Parting, describe, find_partings
+from lookahead_hf.tools.cli.measuring import end_tokens, until_end
+from lookahead_hf.tools.cli.near_ties import Parting, describe, find_partings
 from tests.helpers.compared import served
 from tests.helpers.real_texts import encode, load_real_model, texts
 

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
-from lookahead_hf.batching import methods
 from lookahead_hf.hook import Hook
 from lookahead_hf.ngram_pool import NgramPool
+from lookahead_hf.queue import methods
 from tests.helpers.calls import run
 from tests.helpers.fakes import PlainDecoding
 from tests.helpers.models import prompt, tiny

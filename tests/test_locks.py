@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.drafting.drafter import Drafter
-from lookahead_hf.model_state import state_of
+from lookahead_hf.model.state import state_of
 from lookahead_hf.rows import Rows
 from tests.helpers.compared import served
 from tests.helpers.device import TapeRecorder
@@ -176,7 +176,7 @@ def test_a_call(calls: Calls, compiled: bool) -> None:
 
 
 def test_hooks_of_a_model(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lookahead_hf.support.self_test.TRIED", frozenset())
+    monkeypatch.setattr("lookahead_hf.model.self_test.TRIED", frozenset())
     model = watched_model()
     model.model.layers[1].register_forward_hook(calls.noting("hook"))
     for rows in (1, 2):

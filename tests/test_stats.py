@@ -18,7 +18,7 @@ import lookahead_hf
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.fallback import FallbackReason, Unserved, report
 from lookahead_hf.generation.recorder import StatsRecorder
-from lookahead_hf.model_state import state_of
+from lookahead_hf.model.state import state_of
 from lookahead_hf.stats import (
     RowStats,
     SourceStats,

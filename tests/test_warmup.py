@@ -15,8 +15,8 @@ import lookahead_hf
 from lookahead_hf import SpeculativeConfig, warmup
 from lookahead_hf.call import execution
 from lookahead_hf.drafting.memory import memory_of, placement
+from lookahead_hf.engines.cuda import graphs
 from lookahead_hf.ngram_pool import compilation
-from lookahead_hf.runner.cuda import graph_set, graphs
 from tests.helpers.compared import speculated
 from tests.helpers.compiling import nothing_compiled
 from tests.helpers.device import taped
@@ -79,7 +79,7 @@ def test_a_later_call_finds_its_graphs(
 ) -> None:
     """Also of a model whose tokens have a height and a width, beside a position in the text."""
     monkeypatch.setattr(graphs, "WIDTHS", (16, 1))
-    monkeypatch.setattr(graph_set, "LEAST_VISIBLE", 64)
+    monkeypatch.setattr(graphs, "LEAST_VISIBLE", 64)
     model, ids = tiny(name) if name == "llama" else build(name), prompt(2, 20)
     call = {"max_new_tokens": 70, "do_sample": do_sample, "pad_token_id": 0}
     torch.manual_seed(7)

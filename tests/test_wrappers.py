@@ -12,7 +12,7 @@ from torch import nn
 from transformers import GenerationMixin, LlamaForCausalLM
 
 import lookahead_hf
-from lookahead_hf.utils.wrappers import unwrap
+from lookahead_hf.utils import unwrap
 from tests.helpers.calls import run
 from tests.helpers.compared import served
 from tests.helpers.fakes import PlainDecoding

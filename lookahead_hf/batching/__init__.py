@@ -1,1 +1,1 @@
-"""Continuous batching: requests come, are decoded together, and leave."""
+"""A door: `lookahead_hf.queue` under its first name."""

@@ -9,10 +9,8 @@ import numpy as np
 import torch
 
 from lookahead_hf.cache import hf_layers
-from lookahead_hf.cache.columns import ColumnCache
-from lookahead_hf.cache.slot_layer import SlotLayer
-from lookahead_hf.cache.slots import SlotGroup
-from lookahead_hf.compat import Cache, is_users_cache, self_attention, with_self_attention
+from lookahead_hf.cache.slots import ColumnCache, SlotGroup, SlotLayer
+from lookahead_hf.model.compat import Cache, is_users_cache, self_attention, with_self_attention
 
 MOST_COPIES = 8
 """Most rows that are copied one by one; of more rows all tokens are copied at once."""

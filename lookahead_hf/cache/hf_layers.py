@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lookahead_hf.compat import (
+from lookahead_hf.model.compat import (
     HYBRID_LAYERS,
     INDEXED_LAYERS,
     Cache,

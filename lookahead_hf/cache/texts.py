@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from lookahead_hf.cache.columns import ColumnCache
-from lookahead_hf.cache.slot_layer import SlotLayer
-from lookahead_hf.cache.slots import SlotCache, SlotGroup
+from lookahead_hf.cache.slots import ColumnCache, SlotCache, SlotGroup, SlotLayer
 
 
 class TextCache(ColumnCache):

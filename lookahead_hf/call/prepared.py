@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from lookahead_hf import compat
+from lookahead_hf.model import compat
 
 if TYPE_CHECKING:
     from lookahead_hf.config import SpeculativeConfig

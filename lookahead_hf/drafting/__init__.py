@@ -6,12 +6,12 @@ import importlib
 from typing import Any
 
 _HOME = {
-    "AssistantDrafter": ".sources.assistant.drafter",
+    "AssistantDrafter": "..sources.assistant.drafter",
     "DraftTree": "..draft",
     "Drafter": ".drafter",
-    "MtpDrafter": ".sources.mtp",
+    "MtpDrafter": "..sources.heads",
     "NgramDrafter": ".sources.ngram",
-    "PoolDrafter": ".sources.pool",
+    "PoolDrafter": "..sources.pool",
     "PredictionDrafter": ".sources.prediction",
     "RecyclingDrafter": ".sources.recycling",
 }

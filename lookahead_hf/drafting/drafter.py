@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from lookahead_hf.rows import Rows
-    from lookahead_hf.runner.cuda.transfer import HostCopy
+    from lookahead_hf.runner.transfer import HostCopy
 
 
 class Drafter(ABC):

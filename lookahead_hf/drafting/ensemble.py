@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.drafting.control.calibration import Calibration, unique_names
-from lookahead_hf.drafting.control.source_backoff import SourceBackoff
 from lookahead_hf.drafting.drafter import BuiltInDrafter, Drafter, Guard, warn_of_failure
-from lookahead_hf.drafting.tree import ANY_TOKEN, head, merge
+from lookahead_hf.drafting.merge import ANY_TOKEN, head, merge
+from lookahead_hf.drafting.rates import Calibration, SourceBackoff, unique_names
 from lookahead_hf.stats import SourceStats
 
 if TYPE_CHECKING:
     import torch
 
     from lookahead_hf.rows import Rows
-    from lookahead_hf.runner.cuda.transfer import HostCopy
+    from lookahead_hf.runner.transfer import HostCopy
 
 
 WIDER, WIDE = 4, 64
@@ -143,7 +142,7 @@ class Ensemble(Drafter):
             copy.send()
 
     def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
-        from lookahead_hf.drafting.control._learning_numba import count_sources
+        from lookahead_hf.drafting._numba import count_sources
 
         of_text = verdict.of_text
         if self._merged is not None:

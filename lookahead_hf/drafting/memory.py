@@ -6,10 +6,10 @@ import threading
 from typing import Any
 
 from lookahead_hf import ngram_pool
-from lookahead_hf.drafting.control.calibration import KeptRates
-from lookahead_hf.drafting.control.cost_model import CostModel
-from lookahead_hf.drafting.sources.grammar.vocabulary import Vocabulary
-from lookahead_hf.model_state import kept
+from lookahead_hf.drafting.costs import CostModel
+from lookahead_hf.drafting.rates import KeptRates
+from lookahead_hf.model.state import kept
+from lookahead_hf.sources.grammar.vocabulary import Vocabulary
 
 OWN_POOL_TOKENS = 1_000_000
 

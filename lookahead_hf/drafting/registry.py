@@ -12,22 +12,22 @@ import numpy as np
 
 from lookahead_hf.config import DEFAULT_DRAFTERS, drafter_name
 from lookahead_hf.draft import Verdict
-from lookahead_hf.drafting.control.calibration import Calibration
 from lookahead_hf.drafting.drafter import Drafter, warn_of_failure
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.memory import memory_of
-from lookahead_hf.drafting.sources.grammar.drafter import GrammarDrafter
-from lookahead_hf.drafting.tree import head
-from lookahead_hf.drafting.user_drafter import Adapted
+from lookahead_hf.drafting.merge import head
+from lookahead_hf.drafting.rates import Calibration
+from lookahead_hf.drafting.sources.user import Adapted
 from lookahead_hf.ngram_pool.compilation import drafting
 from lookahead_hf.rows import Rows
-from lookahead_hf.utils.spelling import known_names
+from lookahead_hf.sources.grammar.drafter import GrammarDrafter
+from lookahead_hf.utils import known_names
 
 if TYPE_CHECKING:
     from lookahead_hf.call.prepared import Request
-    from lookahead_hf.drafting.sources.assistant.drafter import TargetCall
     from lookahead_hf.logits.grammars.protocol import Grammar
     from lookahead_hf.rows import EncoderInputs
+    from lookahead_hf.sources.assistant.drafter import TargetCall
 
 
 def build(
@@ -61,7 +61,7 @@ def build(
         "mtp": request.use_mtp,
     }
     wanted += [name for name, asked in is_asked.items() if asked and name not in wanted]
-    from lookahead_hf.drafting.sources.assistant.drafter import TargetCall  # imports torch
+    from lookahead_hf.sources.assistant.drafter import TargetCall  # imports torch
 
     call = TargetCall(vocab_size, encoder_inputs, processors, draws, request.assistant_settings)
     built: list[Drafter] = []
@@ -78,7 +78,7 @@ def build(
 
 def _adapted(drafter: Any, vocab_size: int | None, draws: bool) -> list[Drafter]:
     """Wrap the caller's object; return nothing if reading its properties fails."""
-    if type(drafter).__module__.startswith(__package__ + "."):
+    if type(drafter).__module__.startswith("lookahead_hf."):
         return [drafter]
     try:
         return [Adapted(drafter, vocab_size, draws)]
@@ -117,7 +117,7 @@ def _given(
     if name == "prediction":
         return [request.prediction], {}
     if name == "pool":
-        from lookahead_hf.drafting.sources.pool import open_pool
+        from lookahead_hf.sources.pool import open_pool
 
         pool = memory_of(model).own_pool() if config.pool is None else config.pool
         own = {"learn": config.learn, "vocab_size": vocab_size, "tokenizer": request.tokenizer}

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.drafting import in_use
-from lookahead_hf.drafting.control.budget import Budget, SteadySteps
+from lookahead_hf.drafting.budget import Budget, SteadySteps
 from lookahead_hf.drafting.drafter import Drafter, Guard
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.memory import memory_of, placement
-from lookahead_hf.drafting.tree import head, likeliest_chain
+from lookahead_hf.drafting.merge import head, likeliest_chain
+from lookahead_hf.drafting.sources.user import Adapted
 from lookahead_hf.ngram_pool.compilation import drafting
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.host import Runner
@@ -26,6 +28,42 @@ from lookahead_hf.stats import SourceStats
 
 if TYPE_CHECKING:
     import torch
+
+
+_lock = threading.Lock()
+
+_users: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""The session that uses an object, by the object's id. Objects are never compared: `__eq__` is
+their author's code, and the lock is held."""
+
+
+def take(session: Any, sources: Sequence[Drafter]) -> list[Drafter]:
+    """Reserve the sources for a session; warn of those that another session uses."""
+    with _lock:
+        free = [source for source in sources if _key(source) not in _users]
+        _users.update((_key(source), session) for source in free)
+    for source in sources:
+        if all(source is not each for each in free):
+            warnings.warn(
+                f"the drafter object {source.name!r} drafts for another call at this moment and is "
+                "left out of this one: an object serves one call at a time. Give every call an "
+                f"object of its own, or the name {source.name!r} instead, which makes a new one "
+                "for every call",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+    return free
+
+
+def release(sources: Sequence[Drafter]) -> None:
+    with _lock:
+        for source in sources:
+            _users.pop(_key(source), None)
+
+
+def _key(source: Drafter) -> int:
+    """Return the id of the source, or of the caller's object that it wraps."""
+    return id(source.adapted if isinstance(source, Adapted) else source)
 
 
 INVARIANT_WIDTH = 16
@@ -80,7 +118,7 @@ class DraftSession:
             getattr(source, "reads_hidden_states", False) for source in sources
         )
         self._memory, self._limits = memory_of(model), limits
-        self._sources = sources = in_use.take(self, sources)
+        self._sources = sources = take(self, sources)
         self._calibration = self._memory.rates.lease(sources, limits.do_sample)
         tokens, length = limits.vocab_size, limits.max_new_tokens
         self._ensemble = Ensemble(
@@ -208,7 +246,7 @@ class DraftSession:
                 self._ensemble.end(rows)  # also after a failure: sources hold resources
                 self._memory.rates.merge(self._calibration, self._sources, self._limits.do_sample)
         finally:
-            in_use.release(self._sources)
+            release(self._sources)
 
 
 def most_nodes(config: SpeculativeConfig, runner: Runner | SteadySteps) -> int:

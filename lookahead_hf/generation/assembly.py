@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lookahead_hf import compat, ngram_pool
-from lookahead_hf.call import emitter, execution
+from lookahead_hf import ngram_pool
+from lookahead_hf.block.layout import BlockShape
+from lookahead_hf.call import admission, emitter, execution
 from lookahead_hf.call.outputs import RequestedOutputs
 from lookahead_hf.call.prepared import PreparedCall, Request
 from lookahead_hf.call.streaming import ColumnStream
@@ -14,23 +15,19 @@ from lookahead_hf.distributed import coordinator
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.session import INVARIANT_WIDTH, DraftSession, Limits
-from lookahead_hf.generation.recorder import StatsRecorder
+from lookahead_hf.engines.cpu.layers import CompiledSteps
+from lookahead_hf.engines.cuda.decision import OnDevice, OnHost
+from lookahead_hf.engines.cuda.runner import CudaRunner
+from lookahead_hf.generation.recorder import StatsRecorder, Tracer
 from lookahead_hf.generation.session import BatchSession
-from lookahead_hf.generation.tracer import Tracer
 from lookahead_hf.logits import constraints
-from lookahead_hf.model import position_limits
+from lookahead_hf.model import compat, limits, self_test
 from lookahead_hf.ngram_pool import compilation
-from lookahead_hf.patches.layers import CompiledSteps
 from lookahead_hf.rows import rows_of
-from lookahead_hf.runner.cuda.decision import OnDevice, OnHost
-from lookahead_hf.runner.cuda.runner import CudaRunner
 from lookahead_hf.runner.host import Runner
-from lookahead_hf.runner.layout import BlockShape
-from lookahead_hf.support import checks, self_test
-from lookahead_hf.verification import device
-from lookahead_hf.verification.device import Device
+from lookahead_hf.verification import select
 from lookahead_hf.verification.lockstep import Lockstep
-from lookahead_hf.verification.select import choose_verifier
+from lookahead_hf.verification.select import Device, choose_verifier
 from lookahead_hf.verification.verifier import Verifier
 
 if TYPE_CHECKING:
@@ -63,11 +60,11 @@ def assemble(call: PreparedCall) -> BatchSession:
         call.processors,
         None if constraint is None else constraint.shadow,
     )
-    checks.admit_call(call)
-    position_ids = position_limits.of_prompt(model, call.input_ids, call.model_kwargs)
+    admission.admit_call(call)
+    position_ids = limits.of_prompt(model, call.input_ids, call.model_kwargs)
     assert position_ids is not None
     columns = compat.num_columns(model, call.input_ids, call.model_kwargs)
-    position_limits.check_length(model, position_ids, columns, call.num_new)
+    limits.check_length(model, position_ids, columns, call.num_new)
     shape = _block_shape(call)
 
     stats = StatsRecorder(call.num_rows)
@@ -82,7 +79,7 @@ def assemble(call: PreparedCall) -> BatchSession:
     may_be_flat = call.num_rows > 1 or (steps is not None and steps.reads_prompts)
     is_flat = may_be_flat and shape is None and processes.is_alone and not outputs.observes
     is_flat &= not isinstance(verifier, Lockstep)  # which shows finished rows to processors
-    is_flat = is_flat and checks.takes_flat(model, position_ids, call.model_kwargs)
+    is_flat = is_flat and admission.takes_flat(model, position_ids, call.model_kwargs)
     runner = _runner(call, shape, verifier, processes, outputs, steps, is_flat)
     drafts = DraftSession(
         model,
@@ -92,7 +89,7 @@ def assemble(call: PreparedCall) -> BatchSession:
         Limits(
             call.do_sample,
             int(compat.text_config(model).vocab_size),
-            position_limits.num_draftable(model, position_ids, call.num_new),
+            limits.num_draftable(model, position_ids, call.num_new),
             chains=runner.only_chains or (shape is not None and not shape.by_kernel),
         ),
         runner,
@@ -176,9 +173,9 @@ def _runner(
     is_flat: bool,
 ) -> Runner:
     """Return the runner of a call. On a device, every engine has its forwards captured."""
-    may_be_captured = device.serves(call.input_ids.device) and processes.is_alone
+    may_be_captured = select.serves(call.input_ids.device) and processes.is_alone
     may_be_captured = may_be_captured and not outputs.observes  # which graphs do not return
-    if may_be_captured and checks.on_device(call.model, call.input_ids.device):
+    if may_be_captured and admission.on_device(call.model, call.input_ids.device):
         return CudaRunner(
             call.model,
             call.num_rows,

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from lookahead_hf import compat
 from lookahead_hf.call.prepared import PreparedCall
 from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.generation.assembly import assemble
 from lookahead_hf.generation.session import Session
+from lookahead_hf.model import compat
 from lookahead_hf.model.facts import facts_of
-from lookahead_hf.patches.patched import patched
+from lookahead_hf.runner.patched import patched
 
 
 def decode(call: PreparedCall) -> Any:

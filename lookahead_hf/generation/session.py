@@ -1,30 +1,91 @@
-"""The parts of one decoded call or run; nothing of them is kept on the model."""
+"""The session of a call: its steps, and how its cache and output end."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
-from lookahead_hf import compat, stats
+from lookahead_hf import stats
+from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.call.outputs import RequestedOutputs
 from lookahead_hf.call.prepared import PreparedCall
 from lookahead_hf.call.streaming import ColumnStream
 from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.session import DraftSession
-from lookahead_hf.generation import finalize
-from lookahead_hf.generation.recorder import StatsRecorder
-from lookahead_hf.generation.tracer import Tracer
+from lookahead_hf.generation.recorder import StatsRecorder, Tracer
+from lookahead_hf.model import compat
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.prefill import prefill
 from lookahead_hf.verification.verifier import Verifier
+
+if TYPE_CHECKING:
+    from lookahead_hf.runner.outputs import StepOutputs
+
+
+def finish_cache(session: BatchSession, columns: int) -> Any:
+    """Leave cache, outputs and other processes as plain does after so many generated columns.
+
+    Returns the cache, None if the caller does not see it.
+    """
+    returned, processes = session.call.returns_cache, session.processes
+    vocab = compat.text_config(session.call.model).vocab_size
+    raises = not 0 <= (session.call.pad or 0) < vocab  # as plain does where it feeds such a pad
+    if returned or session.outputs or processes.runs_same or raises:
+        _catch_up(session, columns)
+    while processes.others_go_on():
+        rows = session.rows
+        last = [[rows.last_token(row)] for row in range(rows.num_rows)]
+        session.runner.feed(last, rows.num_emitted - 1)  # of which nothing is kept
+    return session.runner.hand_back(columns - 1) if returned else None
+
+
+def break_off(session: BatchSession) -> None:
+    """Hand back a cache of the caller's after an exception.
+
+    It holds whole steps only and ends where the slowest row ends. A later call feeds the tokens
+    that it lacks.
+    """
+    try:
+        if session.call.returns_cache and session.runner.beginning is not None:
+            session.runner.hand_back(int(session.runner.fed.min()))
+    finally:
+        session.processes.broke_off()
+
+
+def observe_outputs(session: BatchSession, row: int, kept: list[int], step: StepOutputs) -> None:
+    """Keep the requested outputs of the tokens that a row keeps, by their places, root first."""
+    if session.outputs.observes:
+        assert isinstance(session.runner.cache, AdoptedCache)
+        num_layers = session.outputs.num_attending(step.of_model)
+        slots = session.runner.cache.seen_slots(row, kept, num_layers)
+        session.outputs.observe(row, kept, step.of_model, slots)
+
+
+def _catch_up(session: BatchSession, columns: int) -> None:
+    """Feed finished rows the pads that plain feeds them until the last row ends."""
+    rows, runner = session.rows, session.runner
+    lacking = np.where(rows.finished, np.maximum(columns - rows.num_emitted, 0), 0)  # [rows]
+    if not lacking.any():
+        return
+    session.processes.step()
+    pads = [
+        [rows.last_token(row), *[session.call.pad or 0] * (count - 1)][:count]
+        for row, count in enumerate(lacking.tolist())
+    ]
+    outputs = runner.feed(pads, np.minimum(rows.num_emitted - 1, columns - 2))
+    runner.keep(lacking)
+    for row in np.flatnonzero(lacking).tolist():
+        observe_outputs(session, row, list(range(lacking[row])), outputs)
+        for index in range(lacking[row]):
+            session.verifier.feed_pad(rows, row, outputs.logits[row, index])
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +201,7 @@ class BatchSession(Session):
     def observe(self, draft: DraftTree, step: Any, verdict: Verdict) -> None:
         """Learn from a committed step: requested outputs, statistics, drafting and the trace."""
         for row in np.flatnonzero(verdict.num_emitted).tolist() if self.outputs.observes else ():
-            finalize.observe(self, row, [0, *(verdict.accepted(row) + 1).tolist()], step)
+            observe_outputs(self, row, [0, *(verdict.accepted(row) + 1).tolist()], step)
         Session.observe(self, draft, step, verdict)
         if self.tracer is not None:
             self.tracer.observe(draft, verdict)
@@ -152,7 +213,7 @@ class BatchSession(Session):
             stack.callback(self.drafts.end, self.rows)
             stack.callback(self.runner.end)
             if kind is not None:
-                stack.callback(finalize.break_off, self)
+                stack.callback(break_off, self)
             stack.callback(self.verifier.end, self.rows)
 
     def output(self) -> Any:
@@ -170,7 +231,7 @@ class BatchSession(Session):
         )
         # Without a pad token only the columns that the shortest row has.
         columns = int(emitted.min() if call.pad is None else emitted.max())
-        cache = finalize.finish(self, columns)
+        cache = finish_cache(self, columns)
         stats.publish(call.model, record)  # before the end, when a reader may ask for it
         self.stream.end()
         sequences = self._sequences(columns)

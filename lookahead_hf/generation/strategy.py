@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from transformers.utils import ModelOutput
 
-from lookahead_hf import compat, fallback, stats
+from lookahead_hf import fallback, stats
+from lookahead_hf.call import admission
+from lookahead_hf.call.admission import Purpose
+from lookahead_hf.call.arguments import OURS, GenerateArguments
 from lookahead_hf.call.prepared import PreparedCall, Request
 from lookahead_hf.call.streaming import HeldStreamer
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.fallback import Unserved
 from lookahead_hf.generation.assembly import build_drafters
 from lookahead_hf.generation.decode import decode
-from lookahead_hf.generation.options import OURS, GenerateArguments
-from lookahead_hf.model import quantization
+from lookahead_hf.model import compat, limits
 from lookahead_hf.stats import SpeculativeStats
-from lookahead_hf.support import checks
-from lookahead_hf.support.checks import Purpose
 from lookahead_hf.trace import Trace
 
 ASSISTANT_SETTINGS = (
@@ -119,7 +119,7 @@ def _serve(
         unserved = error.with_traceback(None)
     else:
         if strategy.decoded is not None:
-            quantization.say_once(strategy.decoded)
+            limits.say_once(strategy.decoded)
             if strategy.decoded is not model:
                 stats.publish(model, strategy.record)
         elif strategy.record is None:
@@ -139,7 +139,7 @@ def _request(model: Any, arguments: GenerateArguments, config: SpeculativeConfig
     """
     given, prediction = arguments.given, arguments.prediction()
     fallback.check_settings(arguments.setting)
-    checks.admit(model, Purpose.CALL, compat.given_cache(given))
+    admission.admit(model, Purpose.CALL, compat.given_cache(given))
     arguments.check_original()
     request = Request(
         config=config,
@@ -234,7 +234,7 @@ class Strategy:
         token = _decided.set(())
         try:
             if not is_admitted:
-                checks.admit(model, Purpose.PART)
+                admission.admit(model, Purpose.PART)
             output = decode(call)
         except Unserved as error:
             if self.decoded is None and self._request.assistant_model is not None:

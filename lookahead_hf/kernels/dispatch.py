@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from lookahead_hf.engines.cpu.kernels import program
 from lookahead_hf.kernels import reference
-from lookahead_hf.kernels.cpu import program
 from lookahead_hf.kernels.data import PathTable, TopRows, TreeWalk
 from lookahead_hf.ngram_pool import compilation
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from lookahead_hf import compat
 from lookahead_hf.logits.grammars.protocol import Grammar
+from lookahead_hf.model import compat
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,16 @@
-"""Facts about a model, read in one walk over its modules."""
+"""What is known of a model, read in one walk, and what its numbers depend on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import nn
 
-from lookahead_hf import compat
-from lookahead_hf.model_state import state_of
+from lookahead_hf.model import compat
+from lookahead_hf.model.state import state_of
 
 
 class ModelFacts:
@@ -70,3 +70,33 @@ def facts_of(model: nn.Module) -> ModelFacts:
 
 def _key(model: Any) -> tuple[Any, ...]:
     return id(type(model)), id(model.config), model.training, compat.is_hooked(model)
+
+
+class Numerics(NamedTuple):
+    """What determines a model's numbers beside its weights; a self test holds for one of these."""
+
+    dtype: torch.dtype
+    device: torch.device
+    autocast: torch.dtype | None  # that `torch.autocast` computes in on this thread
+    matmul: str  # `torch.get_float32_matmul_precision()`
+    attention: tuple[str, ...]  # names of the model's attention implementations
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether everything is computed in float32 or wider."""
+        is_wide = self.dtype in (torch.float32, torch.float64)
+        return is_wide and self.autocast is None and self.matmul == "highest"
+
+
+def numerics_of(model: Any) -> Numerics:
+    """Return the numerics of a model's forward on this thread now."""
+    kind = model.device.type  # "meta" where weights are elsewhere between forwards
+    casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    names = (compat.attention_name(config) for config in facts_of(model).attention_configs)
+    return Numerics(
+        model.dtype,
+        model.device,
+        torch.get_autocast_dtype(kind) if casts else None,
+        torch.get_float32_matmul_precision(),
+        tuple((name or "").removeprefix("lookahead:") for name in names),
+    )

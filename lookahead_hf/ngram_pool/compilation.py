@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-from lookahead_hf.utils.warn import warn_caller
+from lookahead_hf.utils import warn_caller
 
 PIECE_SECONDS = 0.05
 """Time after which a step loads no more functions; one function takes up to 0.1 seconds."""

@@ -32,7 +32,7 @@ from numba.core.codegen import JITCodeLibrary
 from numba.core.cpu import CPUContext
 from numba.core.registry import cpu_target
 
-from lookahead_hf.utils.files import cache_root
+from lookahead_hf.utils import cache_root
 
 logger = logging.getLogger(__name__)
 

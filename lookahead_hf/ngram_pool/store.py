@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from lookahead_hf.ngram_pool.matches import NUM_KEYS
-from lookahead_hf.utils.files import replacing
+from lookahead_hf.utils import replacing
 
 FORMAT = "lookahead_hf.ngram_pool"
 VERSION = 1

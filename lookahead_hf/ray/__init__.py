@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from lookahead_hf.ray.data import Job, Worker, row_seed
-from lookahead_hf.ray.serving import application
+from lookahead_hf.tools.ray import Job, Worker, application, row_seed
 
 __all__ = ["Job", "Worker", "application", "row_seed"]

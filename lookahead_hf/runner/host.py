@@ -8,21 +8,20 @@ from typing import Any
 
 import numpy as np
 
-from lookahead_hf import compat
+from lookahead_hf.block.layout import Beginning, BlockInputs, BlockLayout, BlockShape
 from lookahead_hf.cache.adopt import AdoptedCache
-from lookahead_hf.cache.columns import ColumnCache
+from lookahead_hf.cache.slots import ColumnCache
 from lookahead_hf.call import execution
 from lookahead_hf.draft import DraftTree, Verdict, place_in_row
-from lookahead_hf.model import numerics
+from lookahead_hf.engines.cpu.layers import CompiledSteps
+from lookahead_hf.engines.hybrid.recurrent import RecurrentLayers
+from lookahead_hf.model import compat, facts
 from lookahead_hf.model.facts import facts_of
-from lookahead_hf.model_state import state_of
-from lookahead_hf.patches.forward import ForwardContext, running
-from lookahead_hf.patches.layers import CompiledSteps
+from lookahead_hf.model.state import state_of
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner import non_finite
-from lookahead_hf.runner.layout import Beginning, BlockInputs, BlockLayout, BlockShape
+from lookahead_hf.runner.forward import ForwardContext, running
 from lookahead_hf.runner.outputs import StepOutputs
-from lookahead_hf.runner.recurrent import RecurrentLayers
 
 
 class Runner:
@@ -87,7 +86,7 @@ class Runner:
         self.beginning = beginning
         slots, copies = beginning.cache.slots, state_of(self.model).needs_copies
         slots.extent.copies = (
-            bool(copies) and (numerics.of_model(self.model), self.is_flat) in copies
+            bool(copies) and (facts.numerics_of(self.model), self.is_flat) in copies
         )
         if self._shape is not None:
             slots.fix(slots.longest + self._shape.room)

@@ -12,7 +12,7 @@ import torch
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner import non_finite
-from lookahead_hf.runner.cuda.transfer import HostCopy, Ticket
+from lookahead_hf.runner.transfer import HostCopy, Ticket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

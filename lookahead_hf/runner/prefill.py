@@ -8,15 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from lookahead_hf import compat
+from lookahead_hf.block import layout, masks
+from lookahead_hf.block.layout import Beginning
 from lookahead_hf.cache import hf_layers
 from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.draft import DraftTree
-from lookahead_hf.kernels.cpu.program import MOST_TOKENS
-from lookahead_hf.model import position_limits
-from lookahead_hf.runner import masks, passthrough_kwargs
+from lookahead_hf.engines.cpu.kernels.program import MOST_TOKENS
+from lookahead_hf.model import compat, limits
 from lookahead_hf.runner.host import Runner
-from lookahead_hf.runner.layout import Beginning
 from lookahead_hf.runner.outputs import StepOutputs
 
 
@@ -42,8 +41,8 @@ def prefill(
     model, names = runner.model, compat.decoder_names(runner.model)
     mask = model_kwargs.get(names.mask)
     attended = None if mask is None else mask.to("cpu").numpy().astype(bool)
-    passed = passthrough_kwargs.passed_on(model_kwargs, names)
-    position_ids = position_limits.of_prompt(model, input_ids, model_kwargs)
+    passed = layout.passed_on(model_kwargs, names)
+    position_ids = limits.of_prompt(model, input_ids, model_kwargs)
     assert position_ids is not None
     given = compat.given_cache(model_kwargs)
     facts = position_ids, model, generation_config, model_kwargs

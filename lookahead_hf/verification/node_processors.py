@@ -11,10 +11,9 @@ from transformers.generation import logits_process as hf
 
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.logits.row_processors import SCORES_ONLY
-from lookahead_hf.logits.top_k_then_p import TopKThenP, joined
-from lookahead_hf.logits.warpers import banned
+from lookahead_hf.logits.warpers import TopKThenP, banned, joined
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner.cuda.transfer import pinned
+from lookahead_hf.runner.transfer import pinned
 
 _SCORES_ONLY = SCORES_ONLY - {
     hf.BarkEosPrioritizerLogitsProcessor,

@@ -1,22 +1,106 @@
-"""Chooses the rules and the verifier of a call."""
+"""Chooses how a call is verified; walks that take all rows at once."""
 
 from __future__ import annotations
 
+import numpy as np
+import torch
+
+from lookahead_hf.call import admission
 from lookahead_hf.call.emitter import Emitter
 from lookahead_hf.call.prepared import PreparedCall
 from lookahead_hf.distributed.coordinator import Processes
+from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.logits.row_processors import RowProcessors
-from lookahead_hf.support import checks
-from lookahead_hf.verification import batched_walk, device, node_processors
-from lookahead_hf.verification.batched_walk import BatchedWalk
-from lookahead_hf.verification.device import Device
-from lookahead_hf.verification.follower import FollowerLockstep, FollowerWalk
-from lookahead_hf.verification.generators import OwnGenerators
-from lookahead_hf.verification.lockstep import Lockstep
+from lookahead_hf.rows import Rows
+from lookahead_hf.runner.outputs import Scores, Scoring
+from lookahead_hf.verification import node_processors
+from lookahead_hf.verification.lockstep import FollowerLockstep, FollowerWalk, Lockstep
+from lookahead_hf.verification.node_processors import NodeProcessors
 from lookahead_hf.verification.rejection import Rejection
-from lookahead_hf.verification.rng import same_as_multinomial
+from lookahead_hf.verification.rng import OwnGenerators, same_as_multinomial
 from lookahead_hf.verification.verifier import Verifier
-from lookahead_hf.verification.walk import Rules, Walk
+from lookahead_hf.verification.walk import Rules, Walk, reads_wait
+
+
+def pays_batched(device: torch.device, num_rows: int) -> bool:
+    """Return whether processing rows together is faster than one by one."""
+    return reads_wait(device) and num_rows > 1
+
+
+class BatchedWalk(Walk):
+    """Walks all rows together, node by node.
+
+    Processors that look at scores alone are called once for all rows that go on, padded to as many
+    rows as plain's batch has, so that they round as in plain generation.
+    """
+
+    def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
+        if self.rules.takes_likeliest:
+            return super().verify(rows, draft, logits)
+        live = rows.live
+        tokens: list[list[int]] = [[] for _ in range(rows.num_rows)]
+        paths: list[list[int]] = [[] for _ in range(rows.num_rows)]
+        going = np.flatnonzero(live).tolist()
+        while going:
+            nodes = [paths[row][-1] + 1 if paths[row] else 0 for row in going]
+            at = torch.tensor([going, nodes], device=logits.device)
+            chosen = self._choose_each(rows, going, logits[at[0], at[1]])
+            on_path = []
+            for row, node, token in zip(going, nodes, chosen, strict=True):
+                tokens[row].append(token)
+                child = draft.child_of(row, node - 1, token)
+                if not self._emit(rows, row, token) and child is not None:
+                    paths[row].append(child)
+                    on_path.append(row)
+            going = on_path
+        return Verdict.from_rows(tokens, paths, live, rows.finished.copy())
+
+    def _choose_each(self, rows: Rows, going: list[int], logits: torch.Tensor) -> list[int]:
+        """Return the tokens that plain would choose after logits, [rows that go on, vocab]."""
+        emitter, noise = self.rules.emitter, self.rules.noise
+        raw = logits.to(copy=True, dtype=torch.float32, device=emitter.device)
+        scores = self.rules.processors.of_rows(going, lambda row: emitter.ids(rows, row), raw)
+        for row, chosen_by, given in zip(going, scores, raw, strict=True):
+            emitter.choose(row, chosen_by, given)
+        if not self.rules.do_sample:
+            return scores.argmax(-1).tolist()
+        assert noise is not None
+        return noise.pick(scores.softmax(-1), going, rows.num_emitted[going])
+
+
+def serves(device: torch.device) -> bool:
+    """Return whether calls are verified on the device; on a CPU that would gain nothing."""
+    return device.type == "cuda"
+
+
+class Device(BatchedWalk):
+    """Reads the accepted paths from the device and emits them.
+
+    The first token, which has no step, is chosen as in a batched walk.
+    """
+
+    name = "device"
+
+    def __init__(self, rules: Rules) -> None:
+        super().__init__(rules)
+        self._processed = NodeProcessors(rules.processors)
+
+    @property
+    def scoring(self) -> Scoring | None:
+        alters = self.rules.do_sample or not self.rules.processors.empty
+        return self.scores if alters else None
+
+    def scores(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Scores:
+        """Return the processed scores of a step from its logits, [rows, width, vocab]."""
+        scores, noise = logits.to(copy=True, dtype=torch.float32), self.rules.noise
+        scores = self._processed(rows, draft, scores)
+        if noise is None:
+            return Scores(scores)
+        probs = scores.softmax(-1)
+        depths = int(draft.depth.max(initial=0)) + 1
+        return Scores(
+            probs, noise.blocks(rows.num_emitted, depths), probs.amax(-1).isfinite().long()
+        )
 
 
 def rules_of(call: PreparedCall, emitter: Emitter, seed: int | None = None) -> Rules:
@@ -57,9 +141,9 @@ def choose_verifier(call: PreparedCall, emitter: Emitter, processes: Processes) 
         return Rejection(rules, processes)
     on_device = is_replayed and not rules.in_order and not emitter.outputs
     on_device = on_device and processes.is_alone and node_processors.admits(rules.processors)
-    if on_device and device.serves(where) and checks.on_device(call.model, where):
+    if on_device and serves(where) and admission.on_device(call.model, where):
         return Device(rules)
     if processes.receive is not None:
         return FollowerWalk(rules, processes)
-    walk = BatchedWalk if batched_walk.pays(where, call.num_rows) else Walk
+    walk = BatchedWalk if pays_batched(where, call.num_rows) else Walk
     return walk(rules, processes)

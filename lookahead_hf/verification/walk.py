@@ -18,9 +18,8 @@ from lookahead_hf.kernels import argmax
 from lookahead_hf.logits.row_processors import RowProcessors, check_scores
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.outputs import DeviceOutputs
-from lookahead_hf.verification.generators import OwnGenerators
 from lookahead_hf.verification.noise import Noise
-from lookahead_hf.verification.rng import refuse_unless
+from lookahead_hf.verification.rng import OwnGenerators, refuse_unless
 from lookahead_hf.verification.verifier import Verifier
 
 Decide = Callable[[int], tuple[int, int | None]]

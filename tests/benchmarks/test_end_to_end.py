@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lookahead_hf.cli import measuring, near_ties
+from lookahead_hf.tools.cli import measuring, near_ties
 from tests.helpers.tiny_chat import DRAFTING, byte_tokenizer
 
 PROGRAM = "end_to_end"

@@ -21,8 +21,8 @@ import transformers
 import triton
 
 from lookahead_hf import kernels
-from lookahead_hf.runner.cuda.capture import Recording
-from lookahead_hf.runner.cuda.graph_set import GraphSet
+from lookahead_hf.engines.cuda.capture import Recording
+from lookahead_hf.engines.cuda.graphs import GraphSet
 from tests.helpers.benchmark_runs import ROOT, lines_of, printed, run_program
 from tests.helpers.device import taped
 

@@ -14,8 +14,8 @@ import torch
 
 import lookahead_hf
 from lookahead_hf.cache.slots import SlotCache
+from lookahead_hf.engines.cuda import graphs
 from lookahead_hf.kernels import PathTable
-from lookahead_hf.runner.cuda import graphs
 from tests.helpers.caches import CACHE
 from tests.helpers.calls import padded
 from tests.helpers.compared import speculated

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from lookahead_hf import compat
 from lookahead_hf.cache.adopt import AdoptedCache
+from lookahead_hf.model import compat
 from tests.helpers.caches import CACHE
 from tests.helpers.models import prompt, tiny
 from tests.helpers.slots import cache_of, feed

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from lookahead_hf.distributed import coordinator, sharding
-from lookahead_hf.drafting.sources.assistant.drafter import AssistantDrafter
+from lookahead_hf.distributed import coordinator
 from lookahead_hf.fallback import Unserved
+from lookahead_hf.sources.assistant.drafter import AssistantDrafter
 from tests.helpers.models import tiny
 
 
@@ -35,7 +35,7 @@ def several(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lies_over(monkeypatch: pytest.MonkeyPatch, *meshes: Any) -> None:
-    monkeypatch.setattr(sharding, "_meshes", lambda _: list(meshes))
+    monkeypatch.setattr(coordinator, "_meshes", lambda _: list(meshes))
 
 
 def of_call(model: Any, *, synced: bool = False, assistant: Any = None) -> coordinator.Processes:
@@ -46,22 +46,22 @@ def of_call(model: Any, *, synced: bool = False, assistant: Any = None) -> coord
 
 def test_a_model_of_one_process() -> None:
     model = tiny("llama")
-    assert not sharding.is_spread(model) and sharding.tensor_group(model) is None
+    assert not coordinator.is_spread(model) and coordinator.tensor_group(model) is None
     assert type(of_call(model)) is coordinator.Processes
 
 
 def test_whole_models_in_several_processes(several: None) -> None:
     model = tiny("llama")
-    assert not sharding.is_spread(model) and sharding.tensor_group(model) is None
+    assert not coordinator.is_spread(model) and coordinator.tensor_group(model) is None
     assert type(of_call(model)) is coordinator.Processes
     assert type(of_call(model, synced=True)) is coordinator.InStep
 
 
 def test_weights_of_deepspeed(several: None) -> None:
     model = nn.Linear(2, 2)
-    assert not sharding.is_sharded(model)
+    assert not coordinator.is_sharded(model)
     model.weight.ds_id = 0  # type: ignore[assignment]
-    assert sharding.is_sharded(model) and sharding.is_spread(model)
+    assert coordinator.is_sharded(model) and coordinator.is_spread(model)
     with pytest.raises(Unserved, match="synced_gpus=True"):
         of_call(model)
     assert type(of_call(model, synced=True)) is coordinator.InStep
@@ -80,7 +80,7 @@ def test_an_assistant_that_is_spread(several: None) -> None:
 
 def test_one_mesh_is_served(several: None, monkeypatch: pytest.MonkeyPatch) -> None:
     lies_over(monkeypatch, Mesh(2))
-    assert sharding.tensor_group(nn.Linear(2, 2)) == "group of (2,)"
+    assert coordinator.tensor_group(nn.Linear(2, 2)) == "group of (2,)"
 
 
 @pytest.mark.parametrize(
@@ -96,13 +96,13 @@ def test_what_is_not_served(
         model.weight.ds_id = 0  # type: ignore[assignment]
     lies_over(monkeypatch, *meshes)
     with pytest.raises(Unserved, match="tensor_parallel"):
-        sharding.check(model)
+        coordinator.check(model)
 
 
 def test_a_pipeline_of_processes_is_not_served() -> None:
     model = tiny("llama")
     model._device_mesh = Mesh(2, 1, 1, names=("pp", "fsdp", "tp"))
     with pytest.raises(Unserved, match="a pipeline of 2 processes"):
-        sharding.check(model)
+        coordinator.check(model)
     model._device_mesh = Mesh(1, 1, 2, names=("pp", "fsdp", "tp"))
-    sharding.check(model)
+    coordinator.check(model)

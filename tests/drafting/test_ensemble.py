@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.drafting.control.calibration import Calibration
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble
+from lookahead_hf.drafting.rates import Calibration
 from lookahead_hf.rows import Rows
 from lookahead_hf.stats import SourceStats
 from tests.helpers.drafts import rows_of

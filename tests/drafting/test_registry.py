@@ -92,7 +92,7 @@ def test_warming_up_compiles_all_that_a_call_needs() -> None:
         "from tests.helpers.drafts import draft_two_steps\n"
         "from lookahead_hf.ngram_pool import compilation\n"
         "from lookahead_hf.drafting import _numba\n"
-        "from lookahead_hf.drafting.control import _learning_numba\n"
+        "from lookahead_hf.drafting import _numba as _learning_numba\n"
         "from lookahead_hf.drafting.sources import _recycling_numba\n"
         "from lookahead_hf.ngram_pool import _logits_numba\n"
         "modules = (_learning_numba, _numba, _recycling_numba, _logits_numba)\n"

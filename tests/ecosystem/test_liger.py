@@ -24,7 +24,7 @@ PROGRAM = """
 from liger_kernel.transformers import apply_liger_kernel_to_llama
 from transformers.models.llama import modeling_llama
 
-from lookahead_hf.patches.trust import ModelSnapshot
+from lookahead_hf.runner.watch import ModelSnapshot
 from tests.helpers.models import tiny
 {recipe}
 layer = model.model.layers[0]

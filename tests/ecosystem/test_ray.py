@@ -13,7 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lookahead_hf.ngram_pool import NgramPool
-from lookahead_hf.ray import Job, data, row_seed
+from lookahead_hf.ray import Job, row_seed
+from lookahead_hf.tools import ray as data
 from tests.helpers.dying_worker import MARK, DyingWorker
 from tests.helpers.served import save_ascii_chat
 

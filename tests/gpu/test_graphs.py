@@ -14,11 +14,11 @@ from transformers import DynamicCache
 import lookahead_hf
 from lookahead_hf.call.execution import REPLAYED, WAITS
 from lookahead_hf.draft import DraftTree
-from lookahead_hf.patches.patched import patched
+from lookahead_hf.engines.cuda import graphs
+from lookahead_hf.engines.cuda.capture import CudaRecorder
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner.cuda import graphs
-from lookahead_hf.runner.cuda.capture import CudaRecorder
 from lookahead_hf.runner.host import Runner
+from lookahead_hf.runner.patched import patched
 from lookahead_hf.runner.prefill import start
 from tests.helpers.calls import padded
 from tests.helpers.compared import compared

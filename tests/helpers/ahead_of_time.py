@@ -27,10 +27,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
+from lookahead_hf.engines.cuda import graphs
 from lookahead_hf.kernels import attention, compact, reject, topk, verify
-from lookahead_hf.kernels._attention_parts import stages
+from lookahead_hf.kernels.attention import stages
 from lookahead_hf.kernels.data import PathTable, Wanted
-from lookahead_hf.runner.cuda import graphs
 
 
 class Gpu(NamedTuple):

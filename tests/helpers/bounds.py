@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from lookahead_hf.kernels.cpu import fields
-from lookahead_hf.kernels.cpu.program import MOST_TOKENS, Plan
-from lookahead_hf.patches.layers import step
-from lookahead_hf.patches.layers.descriptions import numbers_at
-from lookahead_hf.patches.layers.programs import Program
-from lookahead_hf.patches.layers.room import Room, Unit
+from lookahead_hf.engines.cpu.kernels import fields
+from lookahead_hf.engines.cpu.kernels.program import MOST_TOKENS, Plan
+from lookahead_hf.engines.cpu.layers import step
+from lookahead_hf.engines.cpu.layers.descriptions import numbers_at
+from lookahead_hf.engines.cpu.layers.programs import Program
+from lookahead_hf.engines.cpu.layers.room import Room, Unit
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import StaticCache
 
-from lookahead_hf import compat
+from lookahead_hf.model import compat
 
 CACHE = compat.GENERATE_CACHE
 """The name of the cache among the arguments of `generate` and the fields of its output."""

@@ -13,9 +13,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lookahead_hf.runner.cuda import graphs, state, transfer
-from lookahead_hf.runner.cuda.capture import Captured
-from lookahead_hf.verification import device, node_processors, noise, rejection
+from lookahead_hf.engines.cuda import graphs, state
+from lookahead_hf.engines.cuda.capture import Captured
+from lookahead_hf.runner import transfer
+from lookahead_hf.verification import node_processors, noise, rejection, select
 
 READS = frozenset(
     {
@@ -170,7 +171,7 @@ def taken_along(array: np.ndarray, _: torch.device) -> torch.Tensor:
 def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Verify calls on the CPU as on CUDA, with copies that do not wait."""
     with monkeypatch.context() as patch:
-        patch.setattr(device, "serves", lambda _: True)
+        patch.setattr(select, "serves", lambda _: True)
         patch.setattr(transfer, "_start_copy", brought)
         for user in (state, noise, node_processors, rejection):
             patch.setattr(user, "pinned", taken_along)

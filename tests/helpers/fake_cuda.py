@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from lookahead_hf.runner.cuda import capture, graphs
-from lookahead_hf.runner.cuda.capture import CudaRecorder
+from lookahead_hf.engines.cuda import capture, graphs
+from lookahead_hf.engines.cuda.capture import CudaRecorder
 from tests.helpers.device import Tape, on_device
 
 SAID_ONCE = (

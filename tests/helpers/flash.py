@@ -15,7 +15,7 @@ from transformers import modeling_flash_attention_utils as flash_utils
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.masking_utils import flash_attention_mask
 
-from lookahead_hf import compat
+from lookahead_hf.model import compat
 from tests.helpers.trees import under_mask
 
 

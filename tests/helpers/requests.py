@@ -12,8 +12,8 @@ import torch
 from transformers import ContinuousBatchingConfig, StoppingCriteria, StoppingCriteriaList
 
 import lookahead_hf
-from lookahead_hf.batching.manager import SpeculativeBatchingManager
-from lookahead_hf.batching.request import request_seed
+from lookahead_hf.queue.manager import SpeculativeBatchingManager
+from lookahead_hf.queue.request import request_seed
 from tests.helpers.models import VOCAB
 
 SEED = 11

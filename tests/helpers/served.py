@@ -72,7 +72,7 @@ def serving(folder: str, config: SpeculativeConfig, **options: Any) -> Iterator[
     import uvicorn
     from transformers.cli.serve import Serve
 
-    from lookahead_hf.serving.server import speculating
+    from lookahead_hf.tools.serving.server import speculating
 
     port = free_port()
     # transformers' own way to run a server in the background leaves the event loop open.

@@ -22,7 +22,7 @@ import torch
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
-from lookahead_hf.model_state import return_memory
+from lookahead_hf.model.state import return_memory
 from lookahead_hf.ngram_pool import NgramPool
 from tests.helpers.compiled import in_threads
 from tests.helpers.models import prompt, tiny

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import lookahead_hf
-from lookahead_hf.cli.comparison import Stage
-from lookahead_hf.cli.screen import Screen
+from lookahead_hf.tools.cli.comparison import Stage
+from lookahead_hf.tools.cli.screen import Screen
 from tests.helpers.models import tiny
 
 DRAFTING: dict[str, Any] = {"budget": 8}

@@ -97,7 +97,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 @pytest.fixture
 def attention_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch attends, as the kernel takes seconds in the interpreter."""
-    from lookahead_hf.patches import tree_attention
+    from lookahead_hf.block import tree_attention
 
     monkeypatch.setattr(tree_attention, "is_faster", lambda *_: False)
 
@@ -105,7 +105,7 @@ def attention_aside(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every attention of the kernel is compared with one under the mask that it replaces."""
-    from lookahead_hf.patches import tree_attention
+    from lookahead_hf.block import tree_attention
     from tests.helpers.trees import under_mask
 
     attend = tree_attention.attend

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from lookahead_hf.runner.cuda import graphs
+from lookahead_hf.engines.cuda import graphs
 from tests.helpers.ahead_of_time import CASES, WIDTHS
 from tests.helpers.processes import run
 

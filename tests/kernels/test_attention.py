@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lookahead_hf.kernels import _attention_parts, attention
+from lookahead_hf.kernels import attention
 from tests.helpers.trees import random_tree, under_mask
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -128,7 +128,7 @@ def test_programs_share_what_a_row_holds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A graph is launched as it was captured, for all the lengths that fit its cache."""
-    monkeypatch.setattr(_attention_parts, "_processors", lambda _: 3)
+    monkeypatch.setattr(attention, "_processors", lambda _: 3)
     case = random_case((2, 2, 1, 5, 16, 16, 400), torch.float32, device, lengths)
     case |= {"by_length": True, **further}
     check(case)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lookahead_hf import kernels
-from lookahead_hf.kernels import _attention_parts, _common, dispatch, reference, verify
+from lookahead_hf.kernels import _common, attention, dispatch, reference, verify
 
 CPU = torch.device("cpu")
 
@@ -23,7 +23,7 @@ def capabilities(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, tuple[in
     known = {0: (7, 5), 1: (8, 0), 2: (8, 6), 3: (9, 0), 4: (10, 0), 5: (12, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: known[d.index])
     monkeypatch.setattr(_common, "try_launch", lambda device: None)
-    caches = dispatch._has_triton, _attention_parts.num_stages
+    caches = dispatch._has_triton, attention.num_stages
     for cache in caches:
         cache.cache_clear()
     yield known
@@ -80,9 +80,9 @@ def test_errors_of_later_launches_are_shown(
 
 
 def test_stages_fit_the_shared_memory(capabilities: dict[int, tuple[int, int]]) -> None:
-    stages = [_attention_parts.num_stages(torch.device("cuda", i), 128) for i in capabilities]
+    stages = [attention.num_stages(torch.device("cuda", i), 128) for i in capabilities]
     assert stages == [2, 2, 2, 3, 3, 2]
-    assert _attention_parts.num_stages(torch.device("cuda", 3), 256) == 2
+    assert attention.num_stages(torch.device("cuda", 3), 256) == 2
 
 
 def test_unusable_backends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,10 @@ import torch
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig, kernels
-from lookahead_hf.patches import attention
-from lookahead_hf.patches.forward import ForwardContext, running
-from lookahead_hf.patches.tree_attention import BlockTree
-from lookahead_hf.runner.cuda import transfer
-from lookahead_hf.support import self_test
+from lookahead_hf.block.tree_attention import BlockTree
+from lookahead_hf.model import self_test
+from lookahead_hf.runner import attention, transfer
+from lookahead_hf.runner.forward import ForwardContext, running
 from tests.helpers import models
 from tests.helpers.compared import compared, served, speculated
 from tests.helpers.flash import with_flash

@@ -11,11 +11,11 @@ import torch
 
 import lookahead_hf
 from lookahead_hf import structured
-from lookahead_hf.drafting.sources.grammar.vocabulary import Vocabulary
 from lookahead_hf.logits import constraints
 from lookahead_hf.logits.grammars.llguidance import LLGuidance
 from lookahead_hf.logits.grammars.xgrammar import XGrammar
 from lookahead_hf.ngram_pool import compilation
+from lookahead_hf.sources.grammar.vocabulary import Vocabulary
 from tests.helpers import grammars
 from tests.helpers.constrained import BUDGET, generate
 from tests.helpers.grammars import END, SCHEMAS, WIDTH

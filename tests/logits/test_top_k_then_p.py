@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation import logits_process as hf
 
 from lookahead_hf.draft import DraftTree
-from lookahead_hf.logits.top_k_then_p import TopKThenP, joined
+from lookahead_hf.logits.warpers import TopKThenP, joined
 from lookahead_hf.rows import Rows
 from lookahead_hf.verification.node_processors import NodeProcessors
 

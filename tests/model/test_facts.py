@@ -85,7 +85,7 @@ def test_a_change_inside_the_model_counts_from_the_next_call_on(
         seen.append((facts.is_hooked, facts.devices))
         raise lookahead_hf.fallback.Unserved(lookahead_hf.FallbackReason.MODEL, "for the test")
 
-    monkeypatch.setattr("lookahead_hf.support.checks._check_kind", noted)
+    monkeypatch.setattr("lookahead_hf.call.admission._check_kind", noted)
     for _ in range(2):
         with pytest.raises(lookahead_hf.SpeculationFallbackError):
             model.generate(prompt(), **CALL, speculative={"on_fallback": "error"})

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig, FineGrainedFP8Config
 
 import lookahead_hf
-from lookahead_hf.model.quantization import quantised_activations
+from lookahead_hf.model.limits import quantised_activations
 from tests.helpers.calls import run
 from tests.helpers.compared import speculated
 from tests.helpers.models import prompt, tiny

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from lookahead_hf import utils
 from lookahead_hf.ngram_pool import NgramPool, store
-from lookahead_hf.utils import files
 from tests.helpers.ngrams import EVEN, TEXT, pool_of, tree_of
 
 
@@ -282,7 +282,7 @@ def test_what_a_killed_writer_has_left_is_removed(tmp_path: Path) -> None:
     for each in tmp_path.iterdir():
         os.utime(each, (1e9, 1e9))
     with written.open("rb") as file:
-        assert files._lock(file)  # as its writer does
+        assert utils._lock(file)  # as its writer does
         store.write(path, store.Contents(16))
     assert not left.exists()
     assert all(each.exists() for each in (written, *others))

@@ -11,9 +11,9 @@ import torch
 from transformers import StaticCache
 
 import lookahead_hf
+from lookahead_hf.engines.cuda import graphs
 from lookahead_hf.runner import host
-from lookahead_hf.runner.cuda import graphs
-from lookahead_hf.verification import batched_walk
+from lookahead_hf.verification import select
 from tests.helpers.caches import CACHE, assert_same_cache
 from tests.helpers.calls import padded
 from tests.helpers.compared import speculated
@@ -125,7 +125,7 @@ def test_every_engine(
     call: dict[str, Any] = {"do_sample": do_sample}
     place: Any = nullcontext()
     if engine == "waves":
-        monkeypatch.setattr(batched_walk, "pays", lambda *_: True)
+        monkeypatch.setattr(select, "pays_batched", lambda *_: True)
         call["repetition_penalty"] = 1.2
     elif engine == "lockstep":
         call["logits_processor"] = [Mixes()]

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache
 
 import lookahead_hf
-from lookahead_hf.runner import flat, layout, masks
+from lookahead_hf.block import flat, layout, masks
 from tests.helpers import multimodal
 from tests.helpers.caches import CACHE
 from tests.helpers.compared import compared

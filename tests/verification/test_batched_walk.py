@@ -9,7 +9,7 @@ import torch
 from transformers.generation import logits_process as hf
 
 import lookahead_hf
-from lookahead_hf.verification import batched_walk, walk
+from lookahead_hf.verification import select, walk
 from tests.helpers.compared import compared
 from tests.helpers.models import characters, left_padded
 from tests.helpers.random_calls import smallest
@@ -34,7 +34,7 @@ SETTINGS: list[dict[str, Any]] = [
 @pytest.fixture
 def together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls on the CPU are verified as batches on an accelerator are."""
-    monkeypatch.setattr(batched_walk, "pays", lambda device, num_rows: num_rows > 1)
+    monkeypatch.setattr(select, "pays_batched", lambda device, num_rows: num_rows > 1)
 
 
 def call(rows: int, **settings: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from transformers import StoppingCriteriaList, StopStringCriteria
 
 import lookahead_hf
-from lookahead_hf.runner.cuda.transfer import HostCopy
+from lookahead_hf.runner.transfer import HostCopy
 from tests.helpers.caches import CACHE, assert_same_cache
 from tests.helpers.calls import GREEDY, WARPERS, compare, padded
 from tests.helpers.compared import compared

@@ -24,14 +24,14 @@ from lookahead_hf.call.outputs import RequestedOutputs
 from lookahead_hf.call.stopping import RowStopping
 from lookahead_hf.call.streaming import ColumnStream
 from lookahead_hf.draft import ROOT, DraftTree, Evidence, Verdict
-from lookahead_hf.drafting.control.calibration import Calibration
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble
-from lookahead_hf.drafting.sources.assistant.growth import Drawn
-from lookahead_hf.drafting.tree import head
-from lookahead_hf.drafting.user_drafter import Adapted
+from lookahead_hf.drafting.merge import head
+from lookahead_hf.drafting.rates import Calibration
+from lookahead_hf.drafting.sources.user import Adapted
 from lookahead_hf.logits.row_processors import RowProcessors
 from lookahead_hf.rows import Rows
+from lookahead_hf.sources.assistant.growth import Drawn
 from lookahead_hf.verification import rejection
 from lookahead_hf.verification.rejection import Rejection
 from lookahead_hf.verification.walk import Rules

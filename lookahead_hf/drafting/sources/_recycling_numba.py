@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lookahead_hf.drafting._heap import pop, push
+from lookahead_hf.drafting._numba import pop, push
 from lookahead_hf.drafting.sources.recycling_buckets import (
     NEXT_START,
     NO_BUCKET,

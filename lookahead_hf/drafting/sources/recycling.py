@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from lookahead_hf.ngram_pool.logits_memory import LogitsMemory
     from lookahead_hf.rows import Rows
-    from lookahead_hf.runner.cuda.transfer import HostCopy
+    from lookahead_hf.runner.transfer import HostCopy
 
 MAX_TOP_K = 64
 

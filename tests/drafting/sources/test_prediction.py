@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from lookahead_hf.draft import DraftTree
-from lookahead_hf.drafting.control.calibration import Calibration
+from lookahead_hf.drafting.merge import merge
+from lookahead_hf.drafting.rates import Calibration
 from lookahead_hf.drafting.sources.prediction import PredictionDrafter
-from lookahead_hf.drafting.tree import merge
 from lookahead_hf.rows import Rows
 from tests.helpers.drafts import decided, emit, paths
 

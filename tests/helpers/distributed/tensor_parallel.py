@@ -13,7 +13,7 @@ from torch.distributed.tensor import parallel
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.draft import DraftTree
-from lookahead_hf.drafting.control.cost_model import KEPT_SAMPLES, SIZES, CostCurve
+from lookahead_hf.drafting.costs import KEPT_SAMPLES, SIZES, CostCurve
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.memory import memory_of
 from lookahead_hf.rows import Rows

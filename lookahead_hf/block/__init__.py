@@ -1,0 +1,1 @@
+"""The description of one forward, and what reads it."""

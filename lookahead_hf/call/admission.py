@@ -1,0 +1,321 @@
+"""Which models, caches and arguments can be served, decided before the prompt is run."""
+
+from __future__ import annotations
+
+import functools
+from enum import Enum
+from typing import Any
+
+import torch
+
+from lookahead_hf.block import layout
+from lookahead_hf.cache import hf_layers
+from lookahead_hf.call.prepared import PreparedCall
+from lookahead_hf.distributed import coordinator
+from lookahead_hf.fallback import FallbackReason, Unserved
+from lookahead_hf.model import compat, self_test
+from lookahead_hf.model.facts import facts_of, read
+from lookahead_hf.runner import attention, watch
+from lookahead_hf.runner.attention import SERVED
+
+MASK_KINDS = frozenset(
+    {"full_attention", "indexed_attention", "sliding_attention", "chunked_attention"}
+)
+
+UNSERVED_TYPES = frozenset({"deepseek_v4", "minimax", "rwkv", "xlstm"})
+"""Model types whose state does not follow from position ids and a mask."""
+
+ENCODER_DECODERS = frozenset(
+    {"bart", "blenderbot", "blenderbot-small", "florence2", "longt5", "m2m_100", "marian", "mbart"}
+    | {"moonshine", "mt5", "mvp", "pegasus", "plbart", "t5", "t5gemma", "umt5", "whisper"}
+)
+"""Types whose decoder positions we know: by a table, by distances, or by position ids."""
+
+_SCALARS = (bool, int, float, str)
+
+
+class Purpose(Enum):
+    """What a model is admitted for."""
+
+    CALL = "a call of its generate"
+    PART = "a decoding within a call whose generate is the model's own"
+    WARM_UP = "steps of calls to come"
+    ASSISTANT = "drafts for another model"
+    REQUESTS = "continuous batching"
+
+
+def admit(model: Any, purpose: Purpose, cache: Any = None) -> None:
+    """Raise Unserved if a model cannot be served, before transformers prepares a call on it.
+
+    This reads the facts of the model.
+
+    Args:
+        model: The model.
+        purpose: What it is to do.
+        cache: The caller's cache, if there is one.
+    """
+    try:
+        _check_setup(model)
+        if purpose is Purpose.CALL and compat.has_own_generate(model):
+            return  # which decides what is decoded
+        _check_kind(model)
+    except Unserved:
+        if found := stock_refusal():
+            raise Unserved(FallbackReason.VERSION, found) from None
+        raise
+    if cache is not None:
+        _check_cache(model, cache)
+    if purpose is Purpose.ASSISTANT:
+        _check_trees(model)
+    elif purpose is Purpose.REQUESTS:
+        _check_rows(model)
+    elif purpose is Purpose.WARM_UP:
+        _check_blocks(model)
+
+
+@functools.cache
+def stock_refusal() -> str:
+    """Return why even a Llama of transformers is refused or decoded wrongly here, "" if it is not.
+
+    If it is, the cause is the installed version of transformers, not the model of a call. The first
+    refusal of a process asks this, with the self test of a tiny model.
+    """
+    try:
+        model = compat.tiny_llama()
+        _check_setup(model)
+        _check_kind(model)
+        found = self_test.fault(model, is_flat=False)
+    except Unserved as unserved:
+        found = unserved.detail or unserved.reason.text
+    except Exception as error:  # whatever this version does otherwise
+        found = f"{type(error).__name__}: {error}"
+    return found and f"transformers {compat.VERSION}: {found}"
+
+
+def admit_call(call: PreparedCall) -> None:
+    """Raise Unserved if a prepared call on a model that was admitted cannot be served."""
+    model, config = call.model, call.generation_config
+    shows_attention = config.return_dict_in_generate and config.output_attentions
+    cache = compat.given_cache(call.model_kwargs)
+    _check_cache(model, cache, bool(shows_attention))
+    _check_arguments(model, call.model_kwargs)
+    _check_room(call)
+    if call.request.draws(call.do_sample):
+        _check_trees(model)
+    if call.request.config.draft_invariant and facts_of(model).has_experts:
+        raise Unserved(FallbackReason.INVARIANCE, type(model).__name__)
+    _check_blocks(model)  # the last one, since it may run forwards
+
+
+def _check_blocks(model: Any) -> None:
+    """Raise Unserved if a model of an unknown type fails its self test."""
+    if model.config.is_encoder_decoder:
+        if facts_of(model).repeats_layers:
+            raise Unserved(FallbackReason.MODEL, "several layers share a layer of the cache")
+        return
+    found, fix = self_test.refusal(model)
+    if found:
+        raise Unserved(FallbackReason.MODEL, found, fix)
+
+
+def takes_flat(model: Any, position_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> bool:
+    """Return whether a call may run in flat blocks, whose attention alone tells rows apart.
+
+    So nothing else may couple tokens or depend on rows, such as an argument with an entry for every
+    row, or a hook.
+
+    Args:
+        model: The model.
+        position_ids: Positions of the prompt, [..., rows, columns].
+        model_kwargs: As prepared by `generate`.
+    """
+    names = compat.decoder_names(model)
+    passed = layout.passed_on(model_kwargs, names)
+    if names.positions is None or not all(isinstance(each, _SCALARS) for each in passed.values()):
+        return False
+    if position_ids.dim() != 2:
+        return False
+    facts = facts_of(model)
+    if facts.is_hooked or not facts.all_on(torch.device("cpu")):
+        return False
+    if watch.watcher():
+        return False
+    if facts.mixers or facts.needs_columns:
+        return False  # a state belongs to a row, and so do columns
+    return attention.is_ours_everywhere(model) and not self_test.refusal(model, is_flat=True)[0]
+
+
+def _check_kind(model: Any) -> None:
+    """Raise Unserved if the model's type or configuration shows that no call can be served."""
+    config = compat.text_config(model)
+    if model.config.model_type in UNSERVED_TYPES or config.model_type in UNSERVED_TYPES:
+        raise Unserved(FallbackReason.MODEL, f"model type {model.config.model_type!r}")
+    if getattr(config, "use_prompt", False):  # MVP's keys, which our masks do not cover
+        raise Unserved(FallbackReason.MODEL, "prompts that its attention adds")
+    names = compat.decoder_names(model)
+    missing = names.set_anew - {"use_cache", "logits_to_keep"} - compat.forward_arguments(model)
+    if missing:
+        raise Unserved(FallbackReason.MODEL, f"its forward takes no {', '.join(sorted(missing))}")
+    unknown = set(compat.mask_kinds(model)) - MASK_KINDS
+    if unknown:
+        raise Unserved(FallbackReason.MODEL, f"layer type {', '.join(sorted(unknown))}")
+    name = (compat.attention_name(config) or "").removeprefix("lookahead:")
+    if name and name not in SERVED:
+        _check_flash(model, name)
+    if name and not compat.has_stock_masks(name):
+        raise Unserved(FallbackReason.ATTENTION, f"the mask function registered as {name!r}")
+
+
+def _check_flash(model: Any, name: str) -> None:
+    """Raise Unserved if an attention implementation is not flash attention that we may replace.
+
+    In an encoder-decoder it is also that of cross-attention, which takes no mask of ours.
+    """
+    if not compat.is_flash(compat.attention_function(name)):
+        raise Unserved(FallbackReason.ATTENTION, f"attention implementation {name!r}")
+    if model.config.is_encoder_decoder or not attention.replaces(model, name):
+        detail = f"{name!r} in {type(model).__name__}"
+        raise Unserved(FallbackReason.ATTENTION, detail)
+
+
+def _check_states(model: Any) -> None:
+    """Raise Unserved if the model keeps a recurrent state that cannot be rolled back."""
+    mixers = facts_of(model).mixers
+    if compat.is_stateful(model) and not mixers:
+        raise Unserved(FallbackReason.STATEFUL, type(model).__name__)
+    if len({getattr(mixer, "layer_idx", None) for mixer in mixers}) < len(mixers):
+        raise Unserved(FallbackReason.STATEFUL, "several modules keep the states of one layer")
+
+
+def _check_trees(model: Any) -> None:
+    """Raise Unserved if the model's drafts have to be chains."""
+    if facts_of(model).mixers:
+        raise Unserved(FallbackReason.STATEFUL, f"{type(model).__name__} verifies chains alone")
+
+
+def _check_rows(model: Any) -> None:
+    """Raise Unserved if texts cannot come and go in the rows of the model's cache."""
+    facts = facts_of(model)
+    if coordinator.is_spread(model):
+        raise Unserved(FallbackReason.TENSOR_PARALLEL, "in continuous batching")
+    if compat.has_own_generate(model) or model.config.is_encoder_decoder:
+        raise Unserved(FallbackReason.CONTINUOUS_BATCHING, type(model).__name__)
+    if compat.is_stateful(model) or facts.mixers:
+        raise Unserved(FallbackReason.STATEFUL, "in continuous batching")
+    if {None, "indexed_attention"} & {*compat.layer_masks(model)}:
+        raise Unserved(FallbackReason.CONTINUOUS_BATCHING, "layers that hold more than K and V")
+    if facts.needs_columns:
+        raise Unserved(FallbackReason.CONTINUOUS_BATCHING, "a model that counts positions itself")
+
+
+def _check_room(call: PreparedCall) -> None:
+    """Raise Unserved if a cache has no room for a call's longest text; plain reports that."""
+    model, config, given = call.model, call.generation_config, call.model_kwargs
+    cache = compat.self_attention(compat.given_cache(given))
+    room = hf_layers.room(cache, compat.window(model))
+    if room is None:
+        return
+    columns = compat.num_columns(model, call.input_ids, given)  # perhaps only new ones
+    if not compat.counts_positions(model):
+        columns = compat.known_mask_length(config, given) or columns
+    most_fed = columns + call.num_new - 1
+    if most_fed > room:
+        fix = f"give it room for {most_fed}, or pass a DynamicCache"
+        raise Unserved(FallbackReason.CACHE, f"a static cache of {room} columns", fix)
+
+
+def on_device(model: Any, device: torch.device) -> bool:
+    """Return whether steps can stay on the device of the prompt."""
+    facts = facts_of(model)
+    return facts.all_on(device) and not facts.needs_columns and not facts.mixers
+
+
+def _check_cache(model: Any, given: Any, shows_attention: bool = False) -> None:
+    """Raise Unserved if the cache that forwards are given cannot be taken over."""
+    cache = compat.self_attention(given)
+    if type(cache) not in compat.CACHES:
+        raise Unserved(FallbackReason.CACHE, f"a cache of type {type(cache).__name__}")
+    if name := hf_layers.unserved_layer(cache):
+        raise Unserved(FallbackReason.CACHE, name)
+    if type(cache) is compat.StaticCache and facts_of(model).mixers:
+        raise Unserved(FallbackReason.CACHE, "recurrent states in a static cache")
+    if shows_attention and type(cache) is compat.StaticCache:
+        detail = "attention weights over all of a static cache's room"
+        fix = "pass a DynamicCache, or leave output_attentions out"
+        raise Unserved(FallbackReason.CACHE, detail, fix)
+    if compat.counts_positions(model) and given.get_seq_length() > 0:
+        detail = "a decoder with an earlier text in its cache"
+        raise Unserved(FallbackReason.CACHE, detail, f"leave {compat.GENERATE_CACHE} out")
+
+
+def _check_arguments(model: Any, model_kwargs: dict[str, Any]) -> None:
+    """Raise Unserved if an argument of the model's forward is not supported."""
+    names = compat.decoder_names(model)
+    if names.positions is not None and model_kwargs.get(names.positions) is None:
+        detail = "position_ids that generate could not prepare"
+        raise Unserved(FallbackReason.ARGUMENT, detail, "pass them, [rows, columns]")
+    mask = model_kwargs.get(names.mask)
+    if mask is not None and mask.dim() != 2:
+        detail = f"an attention mask of {mask.dim()} dimensions"
+        raise Unserved(FallbackReason.ARGUMENT, detail, "pass one of [rows, columns]")
+    _check_picture(model, model_kwargs, compat.given_cache(model_kwargs))
+    known = names.prepared | compat.PROMPT_ONLY | set(compat.TOKEN_TYPES)
+    if names.positions is None:
+        known |= {"attention_mask"}  # the encoder's
+    for name, value in model_kwargs.items():
+        if name not in known and isinstance(value, torch.Tensor):
+            raise Unserved(FallbackReason.ARGUMENT, f"the argument {name!r}")
+
+
+def _check_picture(model: Any, model_kwargs: dict[str, Any], cache: Any) -> None:
+    """Raise Unserved if a block of several tokens would look at a picture causally.
+
+    Single tokens see all of it, also without a mask.
+    """
+    crossing = compat.crossing_layers(model)
+    if not crossing or model_kwargs.get("cross_attention_mask") is not None:
+        return
+    is_cached = cache is not None and cache.get_seq_length(crossing[0]) > 0
+    if is_cached or model_kwargs.get("pixel_values") is not None:
+        detail, fix = "a picture without cross_attention_mask", "pass the mask that goes with it"
+        raise Unserved(FallbackReason.ARGUMENT, detail, fix)
+
+
+def _check_setup(model: Any) -> None:
+    """Read the facts of a model; raise Unserved if it cannot be speculated as it is set up now."""
+    name, modules = type(model).__name__, read(model)
+    if model.config.is_encoder_decoder and model.config.model_type not in ENCODER_DECODERS:
+        raise Unserved(FallbackReason.ENCODER_DECODER, name)
+    _check_states(model)
+    if compat.has_own_loop(model):
+        raise Unserved(FallbackReason.OWN_LOOP, f"{name}._sample")
+    coordinator.check(model)
+    _check_inputs(model)
+    for module in modules:
+        own = vars(module)  # a module's getattr is slow for missing attributes
+        if module.training:
+            _check_training(module)
+        for variant in (own.get("lora_variant") or {}).values():
+            if type(variant).__name__.startswith("ALora"):  # masks the last tokens of each block
+                raise Unserved(FallbackReason.ADAPTER, type(variant).__name__)
+
+
+def _check_inputs(model: Any) -> None:
+    """Raise Unserved if something else, such as PEFT's prompt tuning, prepares each forward."""
+    prepare = model.prepare_inputs_for_generation
+    if getattr(prepare, "__func__", None) is type(model).prepare_inputs_for_generation:
+        return
+    owner = getattr(prepare, "__self__", prepare)
+    kind = getattr(getattr(owner, "active_peft_config", None), "peft_type", None)
+    name = str(getattr(kind, "value", type(owner).__name__))
+    raise Unserved(FallbackReason.ADAPTER, f"{name} prepares its inputs")
+
+
+def _check_training(module: Any) -> None:
+    """Raise Unserved if a module in training mode drops out, or keeps no cache."""
+    if getattr(module, "gradient_checkpointing", False):
+        raise Unserved(FallbackReason.CHECKPOINTING, type(module).__name__)
+    for name, value in vars(module).items():
+        is_rate = "drop" in name or (name == "p" and "Drop" in type(module).__name__)
+        if is_rate and isinstance(value, (int, float)) and value > 0:
+            raise Unserved(FallbackReason.DROPOUT, f"{type(module).__name__}.{name}={value}")

@@ -1,1 +1,0 @@
-"""Parts of `lookahead-hf analyze`: prompts and the report."""

@@ -1,1 +1,0 @@
-"""Decisions on how much is drafted, by which sources, from measured costs and learned rates."""

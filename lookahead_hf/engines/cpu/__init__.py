@@ -1,0 +1,1 @@
+"""Decoder layers by kernels that numba compiles, on a CPU."""

@@ -1,0 +1,208 @@
+"""Runs programs of a model's layers, and the plans of their attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cache, cached_property, partial
+from types import ModuleType
+
+import numpy as np
+import torch
+
+from lookahead_hf.engines.cpu.kernels import fields, team
+from lookahead_hf.kernels.data import PathTable
+from lookahead_hf.ngram_pool import compilation
+from lookahead_hf.ngram_pool.compilation import Functions
+
+KINDS = {
+    torch.bfloat16: np.uint16(0),
+    torch.float32: np.float32(0.0),
+    torch.float16: np.int16(0),
+}
+"""Dtypes that there are kernels for, each with a number of the kind that its bits are held as."""
+
+MOST_TOKENS = 512
+"""Most tokens of a block, which decides how large buffers are. At that width a model of 135M
+parameters takes 0.75 of its own code's time; one of 1.5B takes 0.93 at 256 tokens."""
+
+
+def groups_of(dtypes: Iterable[torch.dtype]) -> list[Functions]:
+    """Return the groups of functions that serve layers of some dtypes, in the order of need."""
+    names = [name_of(dtype) for dtype in dict.fromkeys(dtypes) if dtype in KINDS]
+    return [compilation.common, *(compilation.kernels[name] for name in names)] if names else []
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def is_ready(dtype: torch.dtype) -> bool:
+    """Return whether there are kernels for a dtype, and they are loaded."""
+    return dtype in KINDS and all(each.is_loaded() for each in groups_of([dtype]))
+
+
+def chooses(dtype: torch.dtype) -> bool:
+    """Return whether `argmax` is loaded and takes such numbers."""
+    is_known = dtype in KINDS and (dtype != torch.float16 or _has_float16())
+    return compilation.common.is_loaded() and is_known
+
+
+def functions() -> ModuleType:
+    """Return the module of the compiled functions.
+
+    Raises:
+        NumbaMissingError: numba is missing or cannot be imported.
+    """
+    with compilation.importing_numba():
+        from lookahead_hf.engines.cpu.kernels import _program_numba
+    return _program_numba
+
+
+class Plan:
+    """What attention sees in the layers that take the same mask.
+
+    Attributes:
+        address: Address of the plan's fields.
+        pitch: Room for the scores of a token.
+        slots: Slot of each token's K and V, [tokens] int64 into [rows * capacity].
+        segments: Tokens that see the same slots, [segments, fields] int64.
+        tails: Slots within a row that tokens see one by one, int64.
+    """
+
+    def __init__(
+        self,
+        slots: np.ndarray,
+        parts: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]],
+    ) -> None:
+        """Find out which slots tokens see.
+
+        Args:
+            slots: As in the attributes.
+            parts: Of consecutive rows: whether a token sees a slot, [rows, width, slots] bool; the
+                tokens of each row, [rows]; the first slot of each, [rows].
+        """
+        from lookahead_hf.engines.cpu.kernels._plan_numba import plan_rows
+
+        num_tokens = len(slots)
+        segments = np.empty((num_tokens, fields.SEGMENT_FIELDS), np.int64)
+        self._starts = np.zeros(num_tokens + 1, np.int64)
+        tails = np.empty(
+            sum(seen.shape[1] * seen.shape[0] * seen.shape[2] for seen, *_ in parts), np.int64
+        )
+        self.slots = slots
+        first, num_segments, pitch = 0, 0, 0
+        for seen, counts, row_slots in parts:
+            room = segments[num_segments:], self._starts, tails
+            added, longest = plan_rows(seen, counts, row_slots, first, fields.SIDE_BY_SIDE, *room)
+            first, num_segments = first + int(counts.sum()), num_segments + added
+            pitch = max(pitch, longest)
+        self.pitch = (pitch + 15) // 16 * 16
+        self.segments, self.tails = segments[:num_segments], tails[: self._starts[-1]]
+        self._fields = np.array(
+            [
+                slots.ctypes.data,
+                segments.ctypes.data,
+                num_segments,
+                self._starts.ctypes.data,
+                tails.ctypes.data,
+                self.pitch,
+            ],
+            np.int64,
+        )
+        self.address = self._fields.ctypes.data
+
+
+class Workspace:
+    """Scratch memory, counters and the job with which one caller runs programs.
+
+    `ops` are the operations, [operations, fields] int64.
+    """
+
+    def __init__(self, ops: np.ndarray, dtype: torch.dtype) -> None:
+        self.ops, self._dtype = ops, dtype
+        self._job = np.zeros(fields.JOB_FIELDS, np.int64)
+        self._counters = np.zeros(2 * len(ops) * fields.COUNTER_STRIDE, np.int64)
+        self._tickets, self._scratch = np.zeros(1, np.int64), np.empty(0, np.float32)
+        self._job[fields.COUNTERS] = self._counters.ctypes.data
+        self._job[fields.TICKETS] = self._tickets.ctypes.data
+
+    @cached_property
+    def _entry(self) -> int:
+        return _entry_of(self._dtype)
+
+    def run(self, first: int, count: int, num_tokens: int, floats: int) -> None:
+        """Carry out `count` operations; each thread has room for `floats` float32 numbers."""
+        num_threads = torch.get_num_threads()
+        floats = (floats + 63) // 64 * 64
+        if len(self._scratch) < floats * num_threads:
+            self._scratch = np.empty(floats * num_threads * 5 // 4, np.float32)
+        job = self._job
+        job[fields.TOKENS], job[fields.NUM_OPS] = num_tokens, count
+        job[fields.FIRST_OP] = self.ops.ctypes.data + first * self.ops.strides[0]
+        job[fields.SCRATCH] = self._scratch.ctypes.data
+        job[fields.SCRATCH_SIZE] = floats * 4
+        self._counters[: 2 * count * fields.COUNTER_STRIDE] = 0
+        self._tickets[0] = 0
+        team.run(self._entry, job.ctypes.data, num_threads)
+
+
+def _entry_of(dtype: torch.dtype) -> int:
+    """Return the address of the function that runs jobs on numbers of a dtype."""
+    return int(getattr(functions(), f"run_{name_of(dtype)}").address)
+
+
+def argmax(scores: torch.Tensor) -> int:
+    """Return the index of the first largest number of a contiguous tensor of one of `KINDS`."""
+    from lookahead_hf.engines.cpu.kernels import _elementwise_numba
+
+    kind = KINDS[scores.dtype]
+    return int(_elementwise_numba.argmax(scores.data_ptr(), scores.numel(), kind))
+
+
+def compact_path(
+    table: PathTable, lengths: np.ndarray, path: np.ndarray, num_kept: np.ndarray
+) -> None:
+    """Move the tokens of a path to the front, in a table of words of 2 or 4 bytes."""
+    from lookahead_hf.engines.cpu.kernels import _elementwise_numba
+
+    arrays = lengths, path, num_kept
+    word = np.uint16(0) if table.word_bytes == 2 else np.float32(0.0)
+    _elementwise_numba.compact(table.words.numpy(), *arrays, word)
+
+
+def _load_plans() -> None:
+    seen, counts = np.ones((1, 1, 1), bool), np.ones(1, np.int64)
+    Plan(np.zeros(1, np.int64), [(seen, counts, np.zeros(1, np.int64))])
+
+
+def _load_choices() -> None:
+    one = np.ones(1, np.int64)
+    for dtype in KINDS:
+        if dtype != torch.float16 or _has_float16():
+            assert argmax(torch.zeros(1, dtype=dtype)) == 0
+    for dtype in (torch.bfloat16, torch.float32):
+        compact_path(PathTable([torch.zeros(1, 1, 1, 1, dtype=dtype)]), one - 1, one[None] - 1, one)
+
+
+def _load_layers(dtype: torch.dtype) -> None:
+    """Load the functions that run jobs on numbers of a dtype.
+
+    Raises:
+        RuntimeError: The processor cannot convert such numbers.
+    """
+    if dtype == torch.float16 and not _has_float16():
+        raise RuntimeError("the processor has no instructions that convert float16 numbers")
+    assert _entry_of(dtype)
+
+
+@cache
+def _has_float16() -> bool:
+    functions()
+    from lookahead_hf.engines.cpu.kernels.llvm import HAS_FLOAT16
+
+    return HAS_FLOAT16
+
+
+compilation.common.register(_load_plans, _load_choices)
+for _dtype in KINDS:
+    compilation.kernels[name_of(_dtype)].register(partial(_load_layers, _dtype))

@@ -1,0 +1,314 @@
+"""Dot products, weighted sums and sums of vectors, which numba compiles into other functions.
+
+The type of the argument `kind` is that of the numbers; there is one version of every function for
+each. Sums are float32. Products of bfloat16 numbers are added in pairs (`vdpbf16ps`) if the
+processor can.
+
+A sum has the same order whatever is computed beside it: a number's place determines its lane, a
+lane adds up its numbers one after the other, and lanes are folded in halves.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from lookahead_hf.engines.cpu.kernels.llvm import (
+    BFLOAT16,
+    F32,
+    FLOAT32,
+    HAS_PAIRS,
+    I32,
+    I64,
+    LANES,
+    LINE,
+    add_pairs,
+    bytes_of,
+    first_lanes,
+    fma,
+    fold_totals,
+    int64,
+    load_pairs,
+    load_wide,
+    pointer_at,
+    prefetch,
+    shuffle,
+    spread,
+    store_vector,
+    vector_of,
+)
+
+ROWS = 4 if LANES == 16 else 2
+"""Rows of a weight that are multiplied side by side."""
+
+
+def uses_pairs(kind: Any) -> bool:
+    """Return whether products of numbers of a kind are added in pairs."""
+    return HAS_PAIRS and bool(kind == BFLOAT16)
+
+
+def read_as(kind: Any) -> Any:
+    """Return the kind of numbers that tokens are read as, for weights of a kind.
+
+    To turn tokens into float32 for each row of a weight takes as long as to multiply them.
+    """
+    return kind if uses_pairs(kind) else FLOAT32
+
+
+@intrinsic
+def is_widened(typing, kind):
+    """Return whether tokens have to be turned into float32 before they are multiplied."""
+
+    def generate(context, builder, signature, arguments):
+        return context.get_constant(types.boolean, read_as(kind) != kind)
+
+    return types.boolean(kind), generate
+
+
+@intrinsic
+def in_vector(typing, kind):
+    """Return how many numbers of a kind are multiplied at a time."""
+
+    def generate(context, builder, signature, arguments):
+        return int64(2 * LANES if uses_pairs(kind) else LANES)
+
+    return types.int64(kind), generate
+
+
+def dots(num_rows: int, counts: Sequence[int], lines: int = 0) -> Any:
+    """Make a function that multiplies some rows of a weight by `count` tokens.
+
+    The function writes `out[t * out_stride + r] = sum(w[r * w_stride + i] * x[t * x_stride + i])`
+    over `i < size`, in float32. Strides count numbers; the other places are addresses. Tokens are
+    numbers as of `read_as`. With every vector it also asks memory for some lines from the address
+    `ahead` on, which are multiplied next.
+
+    Args:
+        num_rows: Rows of the weight, a power of two.
+        counts: Numbers of tokens that `count` may be; there is code for each of them.
+        lines: Lines to ask for with vectors of a line; narrower ones ask for fewer.
+    """
+
+    @intrinsic
+    def multiply(typing, w, w_stride, x, x_stride, size, count, out, out_stride, ahead, kind):
+        of_token, pairs = read_as(kind), uses_pairs(kind)
+        at_a_time = 2 * LANES if pairs else LANES
+        read, add = (load_pairs, add_pairs) if pairs else (load_wide, fma)
+        asked = lines and max(1, lines * at_a_time * bytes_of(kind) // LINE)
+
+        def generate(context, builder, signature, arguments):
+            w, w_stride, x, x_stride, size, count, out, out_stride, ahead, _ = arguments
+            zero = ir.Constant(vector_of(F32), [0.0] * LANES)
+
+            def firsts(base: Any, stride: Any, count: int, kind: Any) -> list[Any]:
+                by = builder.mul(stride, int64(bytes_of(kind)))
+                return [builder.add(base, builder.mul(by, int64(i))) for i in range(count)]
+
+            def multiply_by(num_tokens: int) -> None:
+                rows = firsts(w, w_stride, num_rows, kind)
+                tokens = firsts(x, x_stride, num_tokens, of_token)
+                number_of_sums = num_rows * num_tokens
+                sums = [cgutils.alloca_once_value(builder, zero) for _ in range(number_of_sums)]
+
+                def add_products(place: Any, rest: Any) -> None:
+                    weights = [read(builder, each, place, kind, rest) for each in rows]
+                    for t, token in enumerate(tokens):
+                        number = read(builder, token, place, of_token, rest)
+                        for r, weight in enumerate(weights):
+                            total = sums[t * num_rows + r]
+                            builder.store(add(builder, weight, number, builder.load(total)), total)
+
+                num_vectors = builder.udiv(size, int64(at_a_time))
+                with cgutils.for_range(builder, num_vectors, intp=I64) as loop:
+                    if asked:
+                        first = builder.add(ahead, builder.mul(loop.index, int64(asked * LINE)))
+                        for line in range(asked):
+                            prefetch(builder, builder.add(first, int64(line * LINE)))
+                    add_products(builder.mul(loop.index, int64(at_a_time)), None)
+                rest = builder.urem(size, int64(at_a_time))
+                with builder.if_then(builder.icmp_unsigned("!=", rest, int64(0)), likely=False):
+                    add_products(builder.sub(size, rest), rest)
+                totals = [builder.load(each) for each in sums]
+                _write_totals(builder, totals, num_rows, out, out_stride)
+
+            blocks = [builder.append_basic_block() for _ in counts]
+            end = builder.append_basic_block()
+            switch = builder.switch(count, blocks[-1])
+            for num_tokens, block in zip(counts, blocks, strict=True):
+                if block is not blocks[-1]:
+                    switch.add_case(int64(num_tokens), block)
+                builder.position_at_end(block)
+                multiply_by(num_tokens)
+                builder.branch(end)
+            builder.position_at_end(end)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 9, kind), generate
+
+    return multiply
+
+
+def _write_totals(builder: Any, sums: list[Any], num_rows: int, out: Any, out_stride: Any) -> None:
+    """Store the totals of sums, `num_rows` for every token."""
+    num_tokens, each = len(sums) // num_rows, LANES // num_rows  # tokens that fill a vector
+    zero = ir.Constant(vector_of(F32), [0.0] * LANES)
+    for first in range(0, num_tokens, each):
+        some = sums[first * num_rows : (first + each) * num_rows]
+        filled = 1 << (len(some) - 1).bit_length()
+        totals = fold_totals(builder, some + [zero] * (filled - len(some)))
+        for t in range(first, min(first + each, num_tokens)):
+            places = [(t - first) * num_rows + r for r in range(num_rows)]
+            part = shuffle(builder, totals, totals, places)
+            offset = builder.mul(out_stride, int64(t))
+            builder.store(part, pointer_at(builder, out, offset, 4, part.type), align=4)
+
+
+@intrinsic
+def touch(typing, address, size):
+    """Read every cache line of some bytes, in order.
+
+    A core prefetches one stream well, but not four short ones side by side: rows of a weight that
+    are multiplied together arrive at 11 GB/s, and at 24 if they were touched first.
+    """
+
+    def generate(context, builder, signature, arguments):
+        sink = ir.InlineAsm(ir.FunctionType(ir.VoidType(), [I32]), "", "r", side_effect=True)
+        count = builder.udiv(arguments[1], int64(LINE))
+        with cgutils.for_range(builder, count, intp=I64) as loop:
+            pointer = pointer_at(builder, arguments[0], loop.index, LINE, I32)
+            builder.call(sink, (builder.load(pointer),))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+def mix(num_queries: int, num_vectors: int, is_partial: bool = False) -> Any:
+    """Make a function that adds up values by the weights of some queries.
+
+    The function adds `sum_s(p[q * p_stride + s] * v[slots[s] * v_stride + i])` over `count` slots
+    to `out[q * out_stride + i]`, in float32 and in the order of the slots. `slots` is the address
+    of int64 numbers, or 0 for the slots 0, 1, 2, ...
+
+    Args:
+        num_queries: Queries.
+        num_vectors: Vectors of a value.
+        is_partial: Whether the only vector has no more than `rest` numbers.
+    """
+
+    @intrinsic
+    def add_up(typing, p, p_stride, v, v_stride, slots, count, out, out_stride, rest, kind):
+        def generate(context, builder, signature, arguments):
+            p, p_stride, v, v_stride, slots, count, out, out_stride, rest, _ = arguments
+            vector, rest = vector_of(F32), rest if is_partial else None
+            pairs = [(q, i) for q in range(num_queries) for i in range(num_vectors)]
+
+            def place(q: int, i: int) -> Any:
+                return builder.add(builder.mul(out_stride, int64(q)), int64(i * LANES))
+
+            sums = {
+                pair: cgutils.alloca_once_value(
+                    builder, load_wide(builder, out, place(*pair), FLOAT32, rest)
+                )
+                for pair in pairs
+            }
+            is_listed = builder.icmp_unsigned("!=", slots, int64(0))
+            with cgutils.for_range(builder, count, intp=I64) as loop:
+                slot = cgutils.alloca_once_value(builder, loop.index)
+                builder.store(loop.index, slot)
+                with builder.if_then(is_listed):
+                    builder.store(
+                        builder.load(pointer_at(builder, slots, loop.index, 8, I64)), slot
+                    )
+                first = builder.mul(builder.load(slot), v_stride)
+                values = [
+                    load_wide(builder, v, builder.add(first, int64(i * LANES)), kind, rest)
+                    for i in range(num_vectors)
+                ]
+                for q in range(num_queries):
+                    offset = builder.add(builder.mul(p_stride, int64(q)), loop.index)
+                    weight = spread(
+                        builder, builder.load(pointer_at(builder, p, offset, 4, F32)), vector
+                    )
+                    for i, value in enumerate(values):
+                        total = sums[q, i]
+                        builder.store(fma(builder, weight, value, builder.load(total)), total)
+            for pair in pairs:
+                pointer = pointer_at(builder, out, place(*pair), 4, vector)
+                store_vector(builder, builder.load(sums[pair]), pointer, rest)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 9, kind), generate
+
+    return add_up
+
+
+def _reduced(combine: Any, start: float, fold: Any) -> Any:
+    """Make a function that combines `count` numbers in lanes, and folds the lanes."""
+
+    @intrinsic
+    def reduce(typing, address, count, kind):
+        def generate(context, builder, signature, arguments):
+            address, count, _ = arguments
+            total = cgutils.alloca_once_value(builder, ir.Constant(vector_of(F32), [start] * LANES))
+
+            def add(place: Any, rest: Any) -> None:
+                numbers = load_wide(builder, address, place, kind, rest)
+                if rest is not None and start:
+                    outside = ir.Constant(vector_of(F32), [start] * LANES)
+                    numbers = builder.select(first_lanes(builder, rest, LANES), numbers, outside)
+                builder.store(combine(builder, builder.load(total), numbers), total)
+
+            num_vectors = builder.udiv(count, int64(LANES))
+            with cgutils.for_range(builder, num_vectors, intp=I64) as loop:
+                add(builder.mul(loop.index, int64(LANES)), None)
+            rest = builder.urem(count, int64(LANES))
+            with builder.if_then(builder.icmp_unsigned("!=", rest, int64(0)), likely=False):
+                add(builder.sub(count, rest), rest)
+            folded, size = builder.load(total), LANES
+            while size > 1:
+                size //= 2
+                low = shuffle(builder, folded, folded, list(range(size)))
+                high = shuffle(builder, folded, folded, list(range(size, 2 * size)))
+                folded = fold(builder, low, high)
+            return builder.extract_element(folded, I32(0))
+
+        return types.float32(types.int64, types.int64, kind), generate
+
+    return reduce
+
+
+def _plus(builder: Any, total: Any, numbers: Any) -> Any:
+    return builder.fadd(total, numbers)
+
+
+def _plus_square(builder: Any, total: Any, numbers: Any) -> Any:
+    return fma(builder, numbers, numbers, total)
+
+
+def _plus_nan(builder: Any, total: Any, numbers: Any) -> Any:
+    is_nan = builder.fcmp_unordered("uno", numbers, numbers)
+    return builder.fadd(total, builder.uitofp(is_nan, total.type))
+
+
+def _larger(builder: Any, total: Any, numbers: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", numbers, total), numbers, total)
+
+
+sum_of = _reduced(_plus, 0.0, _plus)
+"""Add up numbers: `sum_of(address, count, kind)`."""
+
+sum_of_squares = _reduced(_plus_square, 0.0, _plus)
+"""Add up the squares of numbers: `sum_of_squares(address, count, kind)`."""
+
+num_nan = _reduced(_plus_nan, 0.0, _plus)
+"""Count NaN: `num_nan(address, count, kind)`."""
+
+largest_of = _reduced(_larger, float("-inf"), _larger)
+"""Find the largest number, NaN left out: `largest_of(address, count, kind)`."""

@@ -1,0 +1,218 @@
+"""Layers that compiled kernels compute in our steps on a CPU.
+
+During a step, each decoder layer whose code the kernels know, and each other large linear layer, is
+called through us. Where the model's own forward does nothing between its layers, they are noted as
+they are called, and the last one computes all of them in one call. A module whose code is unknown,
+or that somebody has hooked or changed, runs its own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+from weakref import ref
+
+from torch import nn
+
+from lookahead_hf.call import execution
+from lookahead_hf.engines.cpu.layers import descriptions
+from lookahead_hf.engines.cpu.layers.code import is_known
+from lookahead_hf.engines.cpu.layers.programs import Program, Unknown
+from lookahead_hf.engines.cpu.layers.room import Room, Unit
+from lookahead_hf.engines.cpu.layers.step import Broken, LayerStep
+from lookahead_hf.engines.cpu.layers.trial import Trial
+from lookahead_hf.model import compat
+from lookahead_hf.model.facts import facts_of
+from lookahead_hf.runner import watch
+from lookahead_hf.runner.forward import ForwardContext, current
+from lookahead_hf.runner.install import shared_change
+
+LEAST_WEIGHT = 1 << 16
+"""Fewest numbers of a lone linear layer's weight. A smaller one takes less time than the call."""
+
+
+class CompiledLayers:
+    """The layers of one model that kernels compute, kept between calls.
+
+    Attributes:
+        units: The layers, decoder layers first.
+        refused: Why other layers run their own code.
+        num_refused: Number of these layers.
+        trial: Widths at which the model's own code is faster.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.units: list[Unit] = []
+        self.refused, self.num_refused = set[str](), 0
+        self._unknown: list[tuple[Callable[[Any], Program], nn.Module]] = []
+        self._users, self._free_rooms = set[object](), list[Room]()
+        self._decoder, layers = _decoder(model)
+        inside: set[nn.Module] = set()
+        if facts_of(model).repeats_layers:
+            self._refuse("several layers share a layer of the cache", len(layers))
+            layers = []
+        elif not layers:
+            self._refuse(f"{type(model).__name__} has decoder layers of another build", 0)
+        for layer in layers:
+            if self._add(descriptions.of_layer, layer):
+                inside.update(layer.modules())
+        self._num_layers = len(self.units)
+        has_all = 0 < len(layers) == len(self.units)
+        for module in model.modules():
+            is_linear = isinstance(module, nn.Linear) and module not in inside
+            if is_linear and (has_all or _is_large(module)):
+                self._add(descriptions.of_linear, module)
+        calls = [(unit.module, _Call(self.units, unit)) for unit in self.units]
+        self._calls = [(vars(module), call) for module, call in calls]
+        self.trial = Trial({unit.program.dtype for unit in self.units})
+        self._shared = {
+            key: each for unit in self.units for key, each in unit.program.shared.items()
+        }
+
+    def _add(self, describe: Callable[[Any], Program], module: nn.Module) -> bool:
+        """Add a layer if there are kernels for it; return whether there are."""
+        before = self.units[-1] if self.units else None
+        first = 0 if before is None else before.first + len(before.program.ops)
+        try:
+            self.units.append(Unit(module, describe(module), first))
+            return True
+        except Unknown as error:
+            self._refuse(str(error))
+        except Exception as error:
+            self._refuse(f"{type(module).__name__} is not built as its code says: {error}")
+        self._unknown.append((describe, module))
+        return False
+
+    def _refuse(self, why: str, count: int = 1) -> None:
+        """Note that layers run their own code."""
+        self.refused.add(f"{execution.UNKNOWN}: {why}")
+        self.num_refused += count
+
+    def release(self) -> None:
+        """Do nothing more: a call in progress keeps the layers until it ends."""
+
+    def is_current(self) -> bool:
+        """Return whether all layers are as they were described, or still cannot be."""
+        is_changed = any(each.program.is_changed() for each in self.units)
+        return not (is_changed or self._is_replaced() or any(map(_is_known, self._unknown)))
+
+    def _is_replaced(self) -> bool:
+        """Return whether a function that layers look up was replaced."""
+        return not all(
+            (mapping.get(name) if isinstance(mapping, dict) else getattr(mapping, name, None))
+            is known
+            for (_, name), (mapping, known) in self._shared.items()
+        )
+
+    def refusal(self) -> str | None:
+        """Return why a step cannot use the kernels now, None if it can."""
+        if reason := watch.watcher():
+            return reason
+        is_stock = watch.has_stock_functions() and not self._is_replaced()
+        return None if is_stock else execution.FUNCTIONS
+
+    def run(self, forward: Callable[[], Any]) -> tuple[Any, LayerStep]:
+        """Run a forward with the kernels; return its outputs, and the step.
+
+        Raises:
+            Broken: The forward has to run without the kernels.
+        """
+        context = current()
+        assert context is not None
+        with shared_change(self._users, self._put_under, self._take_out):
+            try:
+                step = self._begin(context)
+            except Exception as error:
+                raise Broken from error
+            context.layers = step
+            try:
+                outputs = forward()
+                step.finish()
+            finally:
+                context.layers = None
+                self._free_rooms.append(step.room)
+        return outputs, step
+
+    def _put_under(self) -> None:
+        """Have our calls made in place of the layers; one that `torch.compile` has given stays."""
+        for own, call in self._calls:
+            own.setdefault(compat.CALL, call)
+
+    def _take_out(self) -> None:
+        for own, call in self._calls:
+            if own.get(compat.CALL) is call:
+                del own[compat.CALL]
+
+    def _begin(self, context: ForwardContext) -> LayerStep:
+        """Return a step of the layers that now call us."""
+        others = sum(own.get(compat.CALL) is not call for own, call in self._calls)
+        is_whole = not others and self.is_whole()
+        last = self.units[self._num_layers - 1] if is_whole else None
+        try:
+            room = self._free_rooms.pop()
+        except IndexError:  # other threads work in all of them
+            room = Room(self.units)
+        step = LayerStep(room, last, context)
+        if others:  # torch's, or those of another description of the model
+            step.num_own += others
+            step.reasons.add(execution.OTHER_CALL)
+        return step
+
+    def is_whole(self) -> bool:
+        """Return whether the model's forward does nothing between its layers, all of them ours."""
+        decoder, layers = self._decoder(), self.units[: self._num_layers]
+        if decoder is None or not layers or not all(unit.is_trusted for unit in layers):
+            return False
+        if not is_known("Model", type(decoder).forward):
+            return False
+        called = list(decoder.layers)[: decoder.config.num_hidden_layers]
+        return list(map(id, called)) == [id(unit.module) for unit in layers]
+
+    def is_due(self, width: int) -> bool:
+        """Return whether a step of this width is to be timed in both ways."""
+        return self.trial.is_due(width) and all(unit.is_trusted for unit in self.units)
+
+
+class _Call:
+    """Takes the place of a layer's call; outside of our steps the layer runs itself."""
+
+    __slots__ = ("_unit", "_units")
+
+    def __init__(self, units: list[Unit], unit: Unit) -> None:
+        self._units, self._unit = units, unit
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        context = current()
+        step = None if context is None else context.layers
+        if step is not None and step.room.units is self._units:  # not a step of another model
+            try:
+                out = step.call(self._unit, args, kwargs)
+            except Exception as error:
+                raise Broken from error
+            if out is not None:
+                return out
+        return compat.own_call(self._unit.module, *args, **kwargs)
+
+
+def _decoder(model: nn.Module) -> tuple[Callable[[], Any], list[nn.Module]]:
+    """Return a weak reference to the module that calls the decoder layers, and the layers."""
+    for module in model.modules():
+        layers = getattr(module, "layers", None)
+        if isinstance(layers, nn.ModuleList) and len(layers) and hasattr(layers[0], "self_attn"):
+            return ref(module), list(layers)
+    return lambda: None, []
+
+
+def _is_known(asked: tuple[Callable[[Any], Program], nn.Module]) -> bool:
+    """Return whether there are kernels for a module now, such as after an adapter was merged."""
+    describe, module = asked
+    with suppress(Exception):
+        describe(module)
+        return True
+    return False
+
+
+def _is_large(module: nn.Module) -> bool:
+    weight = compat.parameters_of(module).get("weight")
+    return type(weight) is nn.Parameter and weight.numel() >= LEAST_WEIGHT

@@ -1,0 +1,215 @@
+"""Describes layers as programs for the compiled kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers.activations import ACT2FN
+
+from lookahead_hf.engines.cpu.kernels import fields
+from lookahead_hf.engines.cpu.kernels.fields import bits
+from lookahead_hf.engines.cpu.layers.programs import Program, Unknown, check_shape, piece_of
+
+
+def of_linear(module: nn.Linear) -> Program:
+    """Describe a lone linear layer.
+
+    Raises:
+        Unknown: There are no kernels for it.
+    """
+    program = Program()
+    program.linear(module, "stream", "out")
+    program.outputs, program.size = module.weight.shape
+    return program
+
+
+def of_layer(layer: Any) -> Program:
+    """Describe a decoder layer.
+
+    Raises:
+        Unknown: There are no kernels for what it does.
+    """
+    program = Program()
+    program.replace(layer, "DecoderLayer")
+    program.layer_index = layer.self_attn.layer_idx
+    hidden = "normed"
+    if hasattr(layer, "input_layernorm"):
+        program.norm(layer.input_layernorm, "stream", hidden)
+    else:
+        hidden = "stream"
+    before_feedforward = getattr(layer, "pre_feedforward_layernorm", None)
+    norms_results = before_feedforward is not None or hidden == "stream"
+    factor = bits(getattr(layer, "residual_multiplier", 1.0))
+    after = norms_results and layer.post_attention_layernorm
+    _end(program, *_attention(program, layer.self_attn, hidden), after, factor)
+    if before_feedforward is not None:
+        program.norm(before_feedforward, "stream", "normed")
+    elif not norms_results:
+        program.norm(layer.post_attention_layernorm, "stream", "normed")
+    after = norms_results and layer.post_feedforward_layernorm
+    _end(program, *_feedforward(program, layer.mlp, hidden), after, factor)
+    for name in ("resid_attn_dropout", "resid_mlp_dropout"):
+        if hasattr(layer, name) and type(program.replace(getattr(layer, name))) is not nn.Dropout:
+            raise Unknown("a layer has something else in place of a dropout")
+    program.size = len(layer.post_attention_layernorm.weight)
+    program.buffers |= {"normed": program.size, "mixed": program.size}
+    _check_sizes(program)
+    return program
+
+
+def _end(program: Program, linear: Any, source: str, norm: Any, factor: int) -> None:
+    """Multiply by the last weight of a layer's half; add the result, or its norm, to the stream."""
+    if norm:
+        program.linear(linear, source, "mixed")
+        program.norm(norm, "mixed", "stream", mode=fields.ADD)
+    else:
+        program.linear(linear, source, "stream", mode=fields.ADD, factor=factor)
+
+
+def _attention(program: Program, module: Any, hidden: str) -> tuple[Any, str]:
+    """Add the operations of attention; return its last linear layer and the input of that."""
+    program.replace(module, "Attention")
+    dim = program.head_dim = module.head_dim
+    q, k, v = _projections(program, module)
+    heads, shared = len(q[1]) // dim, len(k[1]) // dim
+    program.shared_heads = shared
+    if heads % shared or len(v[1]) != shared * dim:
+        raise Unknown("heads of K and V differ in size")
+    program.buffers |= {"queries": heads * dim, "keys": shared * dim, "attended": heads * dim}
+    q_norm, k_norm = getattr(module, "q_norm", None), getattr(module, "k_norm", None)
+    rotates = bool(getattr(module, "use_rope", True))
+    program.is_rotated = rotates
+    turns = rotates or k_norm is not None
+    program.linear(q[0], hidden, "queries", rows=q[1], joins_next=1)
+    if turns:
+        program.linear(k[0], hidden, "keys", rows=k[1], joins_next=1)
+    else:
+        program.linear(k[0], hidden, "k_store", rows=k[1], mode=fields.TO_SLOTS, joins_next=1)
+    program.linear(v[0], hidden, "v_store", rows=v[1], mode=fields.TO_SLOTS)
+    if q_norm is not None and len(q_norm.weight) != dim:  # of all heads together
+        program.norm(q_norm, "queries", "queries", joins_next=1)
+        program.norm(k_norm, "keys", "keys")
+        q_norm = k_norm = None
+    if turns:
+        _turn(program, q_norm, "queries", "queries", heads, joins_next=1)
+        _turn(program, k_norm, "keys", "k_store", shared, mode=fields.TO_SLOTS)
+    limit = getattr(module, "attn_logit_softcapping", None)
+    scores = {"factor": bits(module.scaling), "epsilon": bits(float(limit or 0.0))}
+    places = {
+        fields.SOURCE: "queries",
+        fields.TARGET: "attended",
+        fields.WEIGHT: "k_store",
+        fields.WEIGHT_2: "v_store",
+        fields.PLAN: "plan",
+    }
+    program.add(fields.ATTEND, places, heads=heads, shared=shared, size=dim, **scores)
+    return module.o_proj, "attended"
+
+
+def _projections(program: Program, module: Any) -> list[tuple[Any, range]]:
+    """Return the linear layers of queries, keys and values, with the rows of each."""
+    if not hasattr(module, "qkv_proj"):
+        parts = (module.q_proj, module.k_proj, module.v_proj)
+        return [(each, range(len(each.weight))) for each in parts]
+    config, dim = module.config, module.head_dim
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        program.hold(vars(config), name, vars(config)[name])
+    q, kv = config.num_attention_heads * dim, config.num_key_value_heads * dim
+    if len(module.qkv_proj.weight) != q + 2 * kv:
+        raise Unknown("a joined weight does not have the heads of the configuration")
+    rows = range(q), range(q, q + kv), range(q + kv, q + 2 * kv)
+    return [(module.qkv_proj, each) for each in rows]
+
+
+def _turn(program: Program, norm: Any, source: str, target: str, heads: int, **given: int) -> None:
+    """Add the rotation of heads, after their norm."""
+    addresses: dict[int, Any] = {fields.SOURCE: source, fields.TARGET: target, fields.PLAN: "plan"}
+    if program.is_rotated:
+        addresses |= {fields.COS: "cos", fields.SIN: "sin"}
+        addresses |= {fields.ROTATED: "rotated", fields.FLAVOUR: "wide"}
+    if norm is not None:
+        flavour, epsilon = program.norm_of(norm)
+        addresses[fields.WEIGHT] = norm, "weight"
+        given |= {"outputs": flavour, "epsilon": epsilon}
+    program.add(fields.ROTATE, addresses, heads=heads, size=program.head_dim, **given)
+
+
+def _feedforward(program: Program, module: Any, hidden: str) -> tuple[Any, str]:
+    """Add the operations of a feed-forward network, as `_attention` does."""
+    program.replace(module, "MLP")
+    if hasattr(module, "c_fc"):
+        flavour = _activation(program, module.act)
+        program.linear(module.c_fc, hidden, "active", flavour=flavour)
+        program.buffers["active"] = len(module.c_fc.weight)
+        return module.c_proj, "active"
+    if hasattr(module, "gate_up_proj"):
+        gate = up = program.replace(module.gate_up_proj)
+        inner = last = len(up.weight) // 2
+        flavour = _activation(program, module.activation_fn)
+    else:
+        gate, up = program.replace(module.gate_proj), program.replace(module.up_proj)
+        inner, last = len(gate.weight), 0
+        flavour = _activation(program, module.act_fn)
+    if type(gate) is not nn.Linear or type(up) is not nn.Linear:
+        raise Unknown("a gate is no plain linear layer")
+    check_shape(gate)
+    check_shape(up)
+    if last + inner != len(up.weight):
+        raise Unknown("a gate and what it opens differ in size")
+    addresses: dict[int, Any] = {
+        fields.SOURCE: hidden,
+        fields.TARGET: "active",
+        fields.WEIGHT: (gate, "weight"),
+        fields.BIAS: (gate, "bias"),
+        fields.WEIGHT_2: (up, "weight", last),
+        fields.BIAS_2: (up, "bias", last),
+    }
+    sizes = {"size": gate.weight.shape[1], "outputs": inner, "piece": piece_of(inner)}
+    program.add(fields.GATED, addresses, flavour=flavour, **sizes)
+    program.buffers["active"] = inner
+    return module.down_proj, "active"
+
+
+def _activation(program: Program, module: Any) -> int:
+    program.replace(module)
+    kind = type(module)
+    if kind is nn.SiLU or kind is type(ACT2FN["silu"]):
+        return fields.SILU
+    if kind is type(ACT2FN["gelu_pytorch_tanh"]):
+        return fields.GELU_TANH
+    raise Unknown(f"there is no kernel for the activation {kind.__name__}")
+
+
+def numbers_at(op: dict[int, int]) -> dict[int, int]:
+    """Return the numbers that an operation uses at each address: per token, or of a weight."""
+    size, outputs, heads = (op.get(at, 0) for at in (fields.SIZE, fields.OUTPUTS, fields.HEADS))
+    if op[fields.KIND] in (fields.LINEAR, fields.GATED):
+        weight = size * outputs
+        of_weights = {fields.WEIGHT: weight, fields.WEIGHT_2: weight}
+        of_biases = {fields.BIAS: outputs, fields.BIAS_2: outputs}
+        return {fields.SOURCE: size, fields.TARGET: outputs} | of_weights | of_biases
+    of_token = {fields.SOURCE: heads * size, fields.TARGET: heads * size}
+    if op[fields.KIND] == fields.ATTEND:
+        stored = op[fields.SHARED] * size
+        return of_token | {fields.WEIGHT: stored, fields.WEIGHT_2: stored}
+    return of_token | {fields.WEIGHT: size, fields.BIAS: size}
+
+
+def _check_sizes(program: Program) -> None:
+    """Raise Unknown unless operations, buffers and weights agree in size.
+
+    The kernels compute addresses from sizes, and nothing else stops them at the end of a tensor.
+    """
+    stored = program.shared_heads * program.head_dim
+    of_token = {"stream": program.size, "out": program.outputs}
+    of_token |= {"k_store": stored, "v_store": stored} | program.buffers
+    for op, field, of, offset in program.places:
+        needed = numbers_at(program.ops[op]).get(field)
+        if isinstance(of, int):
+            assert needed is not None
+            fits = offset + needed * program.dtype.itemsize <= program.weights[of].nbytes
+        else:
+            fits = needed is None or needed == of_token[of]
+        if not fits:
+            raise Unknown("weights differ in size from what they are multiplied by")

@@ -1,0 +1,266 @@
+"""Runs a model on a CUDA device: one launch and one copy per step."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from lookahead_hf.block.layout import Beginning, BlockShape
+from lookahead_hf.call import execution
+from lookahead_hf.draft import DraftTree, Verdict
+from lookahead_hf.engines.cpu.layers import CompiledSteps
+from lookahead_hf.engines.cuda import graphs
+from lookahead_hf.engines.cuda.capture import Captured, Recording
+from lookahead_hf.engines.cuda.decision import Decision, OnDevice
+from lookahead_hf.engines.cuda.graphs import GraphSet, Uncapturable, bucket
+from lookahead_hf.engines.cuda.state import MAX_WIDTH, StepState, pack
+from lookahead_hf.engines.cuda.step import StepFunction
+from lookahead_hf.rows import Rows
+from lookahead_hf.runner.host import Runner
+from lookahead_hf.runner.outputs import StepOutputs
+from lookahead_hf.runner.watch import ModelSnapshot
+
+ALIGNED = 16
+"""Divides the visible slots: torch copies any other mask once per layer."""
+
+
+class CudaRunner(Runner):
+    """Runs steps that stay on the device, from CUDA graphs where they can be captured.
+
+    Attributes:
+        decision: Who chooses the tokens, which a queue decides anew before each step.
+    """
+
+    most_nodes = MAX_WIDTH - 1
+
+    def __init__(
+        self,
+        model: Any,
+        num_rows: int,
+        shape: BlockShape | None = None,
+        *,
+        decision: Decision | None = None,
+        room: int = 0,
+        cuda_graphs: str | bool = "auto",
+    ) -> None:
+        """Prepare for one call, as `Runner` does.
+
+        Args:
+            model: As in `Runner`, and so are `num_rows` and `shape`.
+            decision: Who chooses the tokens; by default the device chooses the likeliest ones.
+            room: Most slots that the call may need behind the longest prompt.
+            cuda_graphs: As in `SpeculativeConfig`.
+        """
+        super().__init__(model, num_rows, shape)
+        self.decision: Decision = OnDevice() if decision is None else decision
+        self._room, self._wanted = room, cuda_graphs
+        self._most = 0  # slots that the texts of a queue need
+        self._decides = self.decision.is_captured  # in the graphs of most steps
+        self._set: GraphSet | None = None
+        self._replays = True  # the latest step was replayed
+        self.execution: str | None = execution.NOT_ASKED_FOR
+
+    def begin(self, beginning: Beginning) -> None:
+        super().begin(beginning)
+        self._prepare(beginning)
+
+    def _prepare(self, beginning: Beginning) -> None:
+        """Make the step, in a set of graphs if there is one for it."""
+        self._state = StepState(self.cache, beginning.next_position)
+        if self._wanted is not False:
+            self._enter_graphs(beginning.passed)
+        self._function = StepFunction(self.model, beginning, self._state, self.by_kernel)
+        # A call that ends with its first token has no step, and no position for one.
+        tries = self._shape is None and self._room > 1
+        if tries and self._set is not None and self._set.reads_masks is None:
+            self._try_masks(self._set)
+
+    def make_room(self, num_tokens: int) -> None:
+        needed = num_tokens + MAX_WIDTH
+        self._most = max(self._most, bucket(needed))
+        if self._set is not None and needed > self._set.capacity:
+            self.renew(None)
+
+    def renew(self, steps: CompiledSteps | None) -> None:
+        self._leave_graphs()
+        if self.beginning is not None:
+            self._prepare(self.beginning)
+
+    @property
+    def mode(self) -> str:
+        how = "device" if self._set is None or not self._replays else "graphs"
+        return how + self.decision.mode
+
+    @property
+    def _creates(self) -> bool:
+        """Whether the call is worth graphs of its own."""
+        if self._wanted == "auto":
+            return self._room >= graphs.WORTHWHILE
+        return bool(self._wanted)
+
+    def _enter_graphs(self, passed: dict[str, Any]) -> None:
+        """Move into a set of the model's graphs, if it has one for the call or may make one."""
+        self._snapshot = ModelSnapshot(self.model)
+        reasons = self._snapshot.blockers(passed)
+        if reasons:
+            self.execution = reasons[0]
+            return
+        self._graphs = graphs.of_model(self.model)
+        arguments = repr(sorted(passed.items()))
+        kind = self._snapshot.key, self._decides, arguments, self._shape is None
+        slots = max(self.cache.slots.longest + self._room + MAX_WIDTH, self._most)
+        try:
+            self._set = self._graphs.enter(kind, self.cache, self._state, slots, self._creates)
+        except Uncapturable as error:
+            self.execution = str(error)
+            return
+        self._state = self._set.state
+
+    def _try_masks(self, used: GraphSet) -> None:
+        """Find out whether a layer reads its mask; else one graph of a width serves all lengths."""
+        try:
+            used.try_masks(self._function.try_masks, self.cache.slots.lengths)
+            # A forward may set attributes of its modules.
+            self._snapshot = ModelSnapshot(self.model)
+        except Uncapturable as error:
+            self._leave_graphs(error)
+
+    def launch(self, rows: Rows, draft: DraftTree) -> StepOutputs:
+        """Launch a step, as `Runner.launch` does; nothing waits for the device."""
+        self._is_new = False
+        width, visible = self._sizes(draft)
+        self.num_fed += self.num_rows * width
+        self._share(self.num_rows * width, rows.live)
+        recording = self._recording(width, visible)  # first: a capture writes to the draft
+        self._state.load(pack(rows, draft, self.cache.slots.lengths, width), width)
+        captured = self._replay_or_run(recording, width, visible)
+        return self.decision.outputs(self._function, rows, draft, width, captured)
+
+    def _sizes(self, draft: DraftTree) -> tuple[int, int]:
+        """Return the width of a draft's block and the visible slots, and make room for them."""
+        width = 1 + draft.max_nodes
+        if self._shape is not None:
+            width = max(width, self._shape.width)
+        elif self._set is not None:
+            width = min((each for each in self._widths if each >= width), default=width)
+        self._drop_unseen(width)
+        return width, self._visible(self.cache.slots.longest + width)
+
+    def _drop_unseen(self, width: int) -> None:
+        """Make room for a block in layers with a window by dropping what no later token sees."""
+        for index, group in enumerate(self.cache.slots.each_group()):
+            if group.window is None:
+                continue
+            before = group.dropped
+            group.drop_unseen(group.longest + width)
+            needed = group.longest + width
+            if self._set is not None and needed > group.capacity:
+                # A cache that is handed back keeps for all rows what the slowest still sees.
+                self._leave_graphs(Uncapturable(execution.TOO_FAR_APART))
+            if self._set is None:
+                group.reserve(needed, width)
+            elif group.dropped is not before:
+                self._set.move(index, group)
+        self._state.fit(self.cache)
+
+    @property
+    def _widths(self) -> tuple[int, ...]:
+        """Tokens per row of the blocks that are captured."""
+        return graphs.widths_for(self.num_rows)
+
+    @property
+    def sizes(self) -> tuple[int, ...] | None:
+        if self._set is None or self._shape is not None:
+            return super().sizes
+        return tuple(width - 1 for width in reversed(self._widths))
+
+    def _visible(self, used: int) -> int:
+        """Make room for so many slots; return how many of them the attention sees."""
+        slots = self.cache.slots
+        if self._set is not None:
+            return self._set.visible_for(slots.extent.shown or used)
+        visible = -(-used // ALIGNED) * ALIGNED
+        if slots.extent.shown is not None:  # the same with and without graphs
+            visible = bucket(slots.extent.shown)
+        slots.reserve(visible)
+        self._state.fit(self.cache)
+        return visible
+
+    def _replay_or_run(self, recording: Recording | None, width: int, visible: int) -> Captured:
+        """Replay the step, or run it if it was not captured or the model has changed since."""
+        self._replays = recording is not None
+        if recording is None:
+            return self._run(width, visible)
+        recording.replay()
+        if self._snapshot.is_current():  # checked while the device works
+            self.execution = execution.REPLAYED
+            return recording.outputs
+        self._replays, self.execution = False, execution.CHANGED
+        self._is_new = True  # the step is run twice
+        return self._run(width, visible)
+
+    def _recording(self, width: int, visible: int) -> Recording | None:
+        """Return the captured step, captured now if it is new; None if no graph serves it."""
+        if self._set is None:
+            return None
+        if self._shape is None and width not in self._widths:
+            self.execution = execution.TOO_WIDE
+            return None
+        if width in self._set.refused:
+            self.execution = self._set.refused[width]
+            return None
+        found = self._set.recordings.get((width, visible, self.decision.is_captured))
+        # While steps are replayed, the model is checked behind each launch.
+        if (found is None or not self._replays) and not self._snapshot.is_current():
+            self.execution = execution.CHANGED
+            return None
+        return found or self._capture(width, visible)
+
+    def _run(self, width: int, visible: int) -> Captured:
+        return self.decision.run(self._function, width, visible)
+
+    def _capture(self, width: int, visible: int) -> Recording | None:
+        """Capture a step; if that fails, return None and use no more graphs in this call."""
+        assert self._set is not None
+        self._is_new = True  # a capture takes longer than many steps
+        step, lengths = (width, visible, self.decision.is_captured), self.cache.slots.lengths
+        try:
+            recording = self._set.capture(step, partial(self._run, width, visible), lengths)
+        except Uncapturable as error:
+            if error.of_width and self._shape is None:
+                self._set.refused[width] = self.execution = str(error)
+            else:
+                self._leave_graphs(error)
+            return None
+        self._snapshot = ModelSnapshot(self.model)  # as in `_try_masks`
+        return recording
+
+    def capture(self) -> None:
+        """Capture the steps of all widths and lengths that fit the call."""
+        widest = max(self._widths)
+        self._drop_unseen(widest)
+        slots = self.cache.slots.longest + widest
+        while self._set is not None:
+            visible = self._set.visible_for(slots)
+            for width in self._widths:
+                if self._set is not None:
+                    self._recording(width, visible)
+            if self._set is None or visible == self._set.capacity:
+                return
+            slots = visible + 1
+
+    def _leave_graphs(self, error: Uncapturable | None = None) -> None:
+        """Leave the graphs to other calls, or for good because of an error."""
+        if error is not None:
+            self.execution = str(error)
+        used, self._set = self._set, None
+        if used is not None:
+            self._graphs.leave(used, error)
+
+    def end(self) -> None:
+        """Let the next call use the graphs; the cache was handed back."""
+        self._leave_graphs()
+
+    def _close_gaps(self, verdict: Verdict) -> None:
+        if not self.decision.keeps:
+            super()._close_gaps(verdict)

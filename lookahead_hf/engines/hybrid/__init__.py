@@ -1,0 +1,1 @@
+"""Models that keep a recurrent state."""

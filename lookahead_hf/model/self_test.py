@@ -1,0 +1,263 @@
+"""A self test for unknown models: do ragged draft trees, or chains, give plain logits?"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import numpy as np
+import torch
+
+from lookahead_hf.block import tree_attention
+from lookahead_hf.block.layout import BlockShape
+from lookahead_hf.draft import DraftTree, Verdict
+from lookahead_hf.model import compat
+from lookahead_hf.model.facts import facts_of, numerics_of
+from lookahead_hf.model.state import state_of
+from lookahead_hf.rows import Rows
+from lookahead_hf.runner.host import Runner
+from lookahead_hf.runner.patched import patched
+from lookahead_hf.runner.prefill import start
+
+TRIED = frozenset(
+    {"cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gptj", "granite"}
+    | {"llama", "mistral", "mixtral", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3"}
+    | {"qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"}
+)
+"""Text model types that our tests over all architectures cover."""
+
+PROMPT, TEXT = 6, 12
+TOLERANCE, TOLERANCE_HALF = 0.01, 0.15
+"""Largest difference allowed, in standard deviations of the logits; a wrong mask gives about 1."""
+
+RIGHT = ((3, 0, 2, 0, 1, 3, 2, 3), (1, 2, 0, 3, 0, 2, 3, 3))
+"""Right tokens in the chains of two rows, step by step, more than `MOST_PENDING` in all. From the
+second step on a wrong token follows."""
+
+TOLERANCE_CHAINS = 1e-3
+"""The same for a model with recurrent states. Rounding gives about 1e-5, an ignored state 2e-2 in a
+tiny Jamba."""
+
+passed: WeakKeyDictionary[type, set[Hashable]] = WeakKeyDictionary()
+"""What models have passed, by their class: the next one of a kind need not be tested."""
+
+logger = logging.getLogger(__name__)
+
+
+def refusal(model: Any, is_flat: bool = False) -> tuple[str, str]:
+    """Return why draft trees over ragged rows give other logits than plain forwards.
+
+    Types in `TRIED` are trusted if transformers' own methods run them and every layer of the cache
+    has one place. Of any other kind, one model is tested once for each of its numerics, with ten
+    forwards over a dozen tokens. A fault that hooks may have caused is tested again when the
+    model's hooks change.
+
+    Args:
+        model: The target.
+        is_flat: Whether the blocks are flat; see `runner.flat`.
+
+    Returns:
+        The fault, and what to do about it; each may be empty.
+    """
+    if compat.text_config(model).model_type in TRIED and facts_of(model).is_stock:
+        return "", ""
+    state, key = state_of(model), (numerics_of(model), is_flat)
+    found, due_to = state.trials.get(key, (None, None))
+    alike = passed.setdefault(type(model), set())
+    if found is None and _kind(model, key) in alike:
+        found, due_to = state.trials[key] = "", None
+    if found is None or (due_to is not None and due_to != compat.hook_numbers(model)):
+        try:
+            state.needs_copies.discard(key)
+            found = fault(model, is_flat)
+            is_lasting = not found and key not in state.needs_copies
+            state.trials[key] = found, None if is_lasting else compat.hook_numbers(model)
+            if is_lasting and (kind := _kind(model, key)) is not None:
+                alike.add(kind)
+        except OSError as error:  # not the model's fault, and it may be over soon
+            return f"the self test failed: {error}", "call again"
+        except (RuntimeError, MemoryError):
+            return "there was no memory for the self test", "free some and call again"
+    return found, ""
+
+
+def _kind(model: Any, key: Hashable) -> Hashable | None:
+    """Return what models share that share a verdict, None if a model may differ from its class."""
+    modules = list(model.named_modules(remove_duplicate=False))
+    facts = facts_of(model)
+    if facts.is_hooked or facts.has_odd_weights:
+        return None
+    if any("forward" in vars(module) for _, module in modules):
+        return None
+    return key, str(model.config.to_dict()), *((name, ref(type(each))) for name, each in modules)
+
+
+def keeps_bits_in_trees(model: Any, width: int) -> bool:
+    """Return whether a token has the same bits in any draft tree, in blocks of `width` tokens.
+
+    It has if our kernel does all attention, as one forward over a few tokens shows.
+    """
+    if compat.counts_positions(model) or not tree_attention.serves(model.device, width):
+        return False
+    trials, key = state_of(model).kernel_trials, numerics_of(model)
+    if key not in trials:
+        trials[key] = _is_all_by_kernel(model, width)
+    return trials[key]
+
+
+@torch.no_grad()
+def _is_all_by_kernel(model: Any, width: int) -> bool:
+    ids = torch.arange(PROMPT, device=model.device)[None]
+    runner = Runner(model, 1, BlockShape(width, width, by_kernel=True))
+    rows, counts = Rows(ids.to("cpu").numpy()), runner.by_kernel
+    with patched(model):
+        start(runner, ids, compat.DynamicCache(config=model.config))
+        rows.emit(0, PROMPT)
+        runner.launch(rows, DraftTree.empty(1))
+    assert counts is not None
+    return counts[True] >= len(runner.cache.slots.layers) and not counts[False]
+
+
+def fault(model: Any, is_flat: bool) -> str:
+    """Run the self test of a model; return the fault, empty for none.
+
+    Exceptions count, since a call would meet them too; lack of memory and failures of the system
+    are raised.
+    """
+    name = type(model).__name__
+    try:
+        difference = _differs_by(model, is_flat)
+    except OSError:  # a kernel of the hub that cannot be loaded
+        raise
+    except Exception as error:
+        # A CPU's allocator raises a plain RuntimeError, whose text alone tells.
+        if isinstance(error, (RuntimeError, MemoryError)) and "memory" in f"{error!r}".lower():
+            raise
+        copies, key = state_of(model).needs_copies, (numerics_of(model), is_flat)
+        if "view size is not compatible" in str(error) and key not in copies:
+            copies.add(key)
+            return fault(model, is_flat)
+        logger.info("the self test of %s failed, so it is not served", name, exc_info=True)
+        return f"a block of tokens fails in {name}: {type(error).__name__}: {error}"
+    logger.info("in its self test %s differed by %.2g standard deviations", name, difference)
+    exact = TOLERANCE_CHAINS if facts_of(model).mixers else TOLERANCE
+    is_same = difference < (exact if numerics_of(model).is_exact else TOLERANCE_HALF)
+    return "" if is_same else f"{name} gives other logits for blocks"
+
+
+@torch.no_grad()
+def _differs_by(model: Any, is_flat: bool) -> float:
+    """Return the largest difference from plain logits, in their standard deviations."""
+    expected, got = _of_chains(model) if facts_of(model).mixers else _of_trees(model, is_flat)
+    worst = 0.0
+    for at, logits in got:
+        found = float((logits.float() - expected[at]).abs().max())
+        worst = float(np.maximum(worst, found))  # NaN stays NaN
+    return worst / float(expected.std())
+
+
+def _plain_by_steps(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return the plain logits behind a prompt, [rows, tokens, vocab], computed token by token.
+
+    The inputs of each step are prepared as in `generate`, which a class may override.
+
+    Args:
+        model: The model.
+        ids: The text, [rows, columns], of which one forward reads the first `PROMPT` columns.
+        mask: Its mask, of the same shape.
+    """
+    given: dict[str, Any] = {"use_cache": True, "attention_mask": mask[:, :PROMPT]}
+    names = compat.decoder_names(model)
+    given[names.prepared_cache] = compat.DynamicCache(config=model.config)
+    if not compat.counts_positions(model):
+        given["position_ids"] = compat.positions_by_mask(mask[:, :PROMPT])
+    logits = []
+    for count in range(PROMPT, ids.shape[1] + 1):
+        outputs, given = compat.plain_step(model, ids[:, :count], count == PROMPT, given)
+        logits.append(outputs.logits[:, -1:].float())
+    return torch.cat(logits[1:], 1)
+
+
+def _text(model: Any, length: int) -> np.ndarray:
+    """Return random tokens, [length] int64, without the first ones, which may be special."""
+    vocab = compat.text_config(model).vocab_size
+    return np.random.default_rng(0).integers(vocab // 8, vocab, length)
+
+
+Logits = list[tuple[tuple[int, int], torch.Tensor]]
+"""Logits, [vocab], each with its row and place behind the prompt."""
+
+
+def _of_trees(model: Any, is_flat: bool) -> tuple[torch.Tensor, Logits]:
+    """Return plain logits, and those of two rows that advance by different counts."""
+    text = _text(model, TEXT)
+    ids = torch.from_numpy(text)[None].repeat(2, 1).to(model.device)
+    mask = torch.ones_like(ids)
+    mask[1, :2] = 0
+    expected = _plain_by_steps(model, ids, mask)
+    return expected, _ragged(model, text, ids[:, :PROMPT], mask[:, :PROMPT], is_flat)
+
+
+def _ragged(
+    model: Any, text: np.ndarray, prompt: torch.Tensor, mask: torch.Tensor, is_flat: bool
+) -> Logits:
+    runner, rows = Runner(model, 2, flat=is_flat), Rows(prompt.to("cpu").numpy())
+    decoy = int(text[0])
+    with patched(model):
+        begun = slice(0, -2) if is_flat else slice(None)
+        cache = compat.DynamicCache(config=model.config)
+        start(runner, prompt[:, begun], cache, mask[:, begun])
+        if is_flat:
+            runner.run(list(prompt[:, -2:].cpu().numpy()), DraftTree.empty(2))
+            runner.keep(np.ones(2, np.int64))
+        for row in range(2):
+            rows.emit(row, int(text[PROMPT]))
+        after = text[PROMPT + 1 : PROMPT + 4].tolist()
+        draft = DraftTree.from_rows([(after, [-1, 0, 1]), ([decoy, after[0]], [-1, -1])])
+        first = runner.launch(rows, draft).logits
+        got = [((0, i), first[0, i]) for i in range(4)]
+        got += [((1, 0), first[1, 0]), ((1, 1), first[1, 2])]
+        paths = [[0, 1, 2], [1]]
+        for row, path in enumerate(paths):
+            for token in text[PROMPT + 1 : PROMPT + 2 + len(path)].tolist():
+                rows.emit(row, token)
+        runner.commit(Verdict.from_rows(paths, paths, np.ones(2, bool)))
+        second = runner.launch(rows, DraftTree.empty(2)).logits
+    return got + [((row, int(rows.num_emitted[row]) - 1), second[row, 0]) for row in range(2)]
+
+
+def _of_chains(model: Any) -> tuple[torch.Tensor, Logits]:
+    """Return plain logits, and those of ragged chains in a model with recurrent states."""
+    text = _text(model, PROMPT + 2 + max(sum(each) + len(each) for each in RIGHT))
+    ids = torch.from_numpy(text)[None].to(model.device)
+    expected = _plain_by_steps(model, ids, torch.ones_like(ids))
+    with patched(model):
+        return expected, _ragged_chains(Runner(model, 2), text)
+
+
+def _ragged_chains(runner: Runner, text: np.ndarray) -> Logits:
+    """Return the logits of two rows of one text that advance by different counts."""
+    prompt = torch.from_numpy(text[:PROMPT])[None].repeat(2, 1)
+    rows, got = Rows(prompt.numpy()), []
+    cache = compat.DynamicCache(config=runner.model.config)
+    start(runner, prompt.to(runner.model.device), cache)
+    for row in range(2):
+        rows.emit(row, int(text[PROMPT]))
+    for step, right in enumerate(zip(*RIGHT, strict=True)):
+        ends = PROMPT + rows.num_emitted  # of the text so far, [rows]
+        drafts = [text[end : end + n].tolist() for end, n in zip(ends, right, strict=True)]
+        for row in range(2) if step else ():
+            drafts[row].append((int(text[ends[row] + right[row]]) + 1) % int(text.max()))
+        logits = runner.launch(rows, DraftTree.from_chains([[each] for each in drafts])).logits
+        for row, (end, n) in enumerate(zip(ends.tolist(), right, strict=True)):
+            first = end - 1 - PROMPT
+            got += [((0, first + place), logits[row, place]) for place in range(n + 1)]
+            for token in text[end : end + n + 1].tolist():
+                rows.emit(row, token)
+        runner.keep(np.array(right) + 1)
+    assert runner.recurrent is not None
+    runner.recurrent.settle()
+    last = runner.launch(rows, DraftTree.empty(2)).logits
+    return got + [((0, int(n) - 1), last[row, 0]) for row, n in enumerate(rows.num_emitted)]

@@ -1,1 +1,0 @@
-"""Changes to a model that are in force in our forwards alone."""

@@ -1,0 +1,1 @@
+"""Continuous batching: requests come, are decoded together, and leave."""

@@ -1,0 +1,317 @@
+"""`generate_batch` and `init_continuous_batching` of an enabled model."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, fields, replace
+from types import MethodType
+from typing import Any
+
+import torch
+import transformers
+from transformers import ContinuousBatchingConfig
+
+from lookahead_hf import fallback, stats
+from lookahead_hf.call.arguments import check_name, wanted
+from lookahead_hf.call.prepared import Request
+from lookahead_hf.config import SpeculativeConfig, check_int
+from lookahead_hf.fallback import FallbackReason, Unserved
+from lookahead_hf.model.compat.batching import IS_KNOWN, bytes_per_token
+from lookahead_hf.queue.manager import Progress, SpeculativeBatchingManager
+from lookahead_hf.queue.request import OBJECTS, Maker, request_seed
+from lookahead_hf.queue.request import Wanted as WantedLogProbs
+
+DEFAULT_SLOTS = 16
+"""Texts that are decoded together by default, if there is room for their K and V. On two cores, 24
+mixed prompts took 0.79 of the time of 4 slots, and 0.93 of that of 8 (SmolLM2-135M, bfloat16)."""
+
+LEAST_ROOM = 1 << 30
+"""Most bytes of K and V in the default slots; larger weights allow as many bytes as they have."""
+
+MOST_TOP = 1024
+"""The upper limit of `top_logprobs`."""
+
+MOST_SLOTS = 4096
+"""The upper limit of `max_slots`."""
+
+NAMES = ("generate_batch", "init_continuous_batching")
+"""Methods of a model for continuous batching."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options of a call beside transformers' own arguments.
+
+    Attributes:
+        max_tokens: Most tokens of all texts, prompts included. Each may have an equal share.
+        tokenizer: What `stop_strings` and a pool's fingerprint need.
+        top_logprobs: How many of the likeliest tokens in every place have a log probability.
+        prompt_logprobs: Whether the tokens of prompts have one.
+        in_call: Whether one call makes all requests and waits for them.
+    """
+
+    speculative: Any = None
+    max_slots: int | None = None
+    max_tokens: int | None = None
+    progress: bool = False
+    seeds: Sequence[int] | None = None
+    tokenizer: Any = None
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
+    in_call: bool = False
+
+
+OWN = tuple(each.name for each in fields(Asked) if each.name != "in_call")
+"""Arguments of a call that transformers does not know."""
+
+INSTEAD = {
+    "seed": "pass seeds=, or continuous_batching_config=ContinuousBatchingConfig(seed=...)",
+    "assistant_model": "leave it out, or call generate",
+    "streamer": "call add_request of a manager with streaming=True",
+} | dict.fromkeys(OBJECTS, "pass it to add_request of a manager")
+"""Arguments of `generate` that `generate_batch` ignores, and what to do instead."""
+
+ELSEWHERE = {
+    "prediction": "leave it out, or call generate, which has prediction",
+    "trace": "leave it out, or call generate, which has trace",
+    "max_batch_tokens": (
+        "pass continuous_batching_config=ContinuousBatchingConfig(max_batch_tokens=...)"
+    ),
+}
+"""Further names that a misspelt one may mean, and what to do instead."""
+
+_asked: ContextVar[Asked | None] = ContextVar("lookahead_hf_asked", default=None)
+"""Options of the call in progress, for the methods that it calls."""
+
+
+@contextmanager
+def asking(asked: Asked) -> Iterator[None]:
+    """Give options to the methods of continuous batching that are called inside."""
+    token = _asked.set(asked)
+    try:
+        yield
+    finally:
+        _asked.reset(token)
+
+
+def run_paged(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a `generate` with cache_implementation="paged", which calls `generate_batch`."""
+    speculative = kwargs.pop("speculative", None)
+    with asking(Asked(speculative)):
+        return original(*args, **kwargs)
+
+
+class BatchMethod:
+    """Replaces one of `NAMES` on a model object; a copy of the model gets its own."""
+
+    def __init__(self, model: Any, name: str, hook: Any) -> None:
+        """`hook`: replaces the model's `generate`, and has the default of both methods."""
+        self._model, self._name, self._hook = model, name, hook
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The method of the model's class; `inspect` follows it."""
+        method = getattr(type(self._model), self._name)
+        own: Callable[..., Any] = getattr(method, "replaced", method)
+        return MethodType(own, self._model)
+
+    @property
+    def __name__(self) -> str:
+        return self._name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _call(self._model, self.__wrapped__, self._hook.default, args, kwargs)
+
+
+def class_method(cls: type, name: str, default: Callable[[], Any]) -> Callable[..., Any]:
+    """Return a replacement for one of `NAMES` on a class; `default` returns how it speculates."""
+    original = getattr(cls, name)
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _call(self, MethodType(original, self), default(), args, kwargs)
+
+    method.replaced = original  # type: ignore[attr-defined]
+    return method
+
+
+def remove(cls: type, name: str) -> None:
+    """Remove the replacement of an inherited method from a class."""
+    if hasattr(vars(cls).get(name), "replaced"):
+        delattr(cls, name)
+
+
+def _call(
+    model: Any,
+    original: Callable[..., Any],
+    default: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call one of the methods, speculatively if that is asked for."""
+    own = Asked(**{name: kwargs.pop(name) for name in OWN if name in kwargs})
+    outer = _asked.get()
+    asked = outer if own == Asked() and outer is not None else own
+    _check_names(model, original, kwargs)
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    if original.__name__ == NAMES[1]:
+        return _manager(model, original, asked, default, *args, **kwargs)
+    if asked.speculative not in (None, False):
+        for name, fix in INSTEAD.items():
+            if kwargs.get(name) is not None:
+                raise ValueError(f"generate_batch has no argument {name!r}: {fix}")
+    speculates = _wanted(model, asked, given.get("generation_config"), default) is not None
+    if speculates and kwargs.get("progress_bar"):  # transformers' would stand still until the end
+        asked, kwargs["progress_bar"] = replace(asked, progress=True), False
+    with asking(replace(asked, in_call=speculates)):
+        return original(*args, **kwargs)
+
+
+def _check_names(model: Any, original: Callable[..., Any], given: Iterable[str]) -> None:
+    """Check names that transformers does not know, since `generate_batch` ignores them.
+
+    Raises:
+        ValueError: A name resembles an argument or option of this library.
+    """
+    theirs = {*inspect.signature(original).parameters, "max_new_tokens"}
+    settings = model.generation_config, ContinuousBatchingConfig()
+    for name in given:
+        if name in theirs or any(hasattr(each, name) for each in settings):
+            continue
+        check_name(original.__name__, name, OWN, theirs, ELSEWHERE)
+
+
+def _manager(
+    model: Any,
+    original: Callable[..., Any],
+    asked: Asked,
+    default: Any,
+    generation_config: Any = None,
+    continuous_batching_config: Any = None,
+    workload_hints: Any = None,
+) -> Any:
+    """Make our manager if speculation is asked for and can be served, else transformers'."""
+    given = generation_config, continuous_batching_config, workload_hints
+    config = _wanted(model, asked, generation_config, default)
+    reason = "it is not asked for"
+    if config is not None:
+        try:
+            return _ours(model, config, asked, *given)
+        except Unserved as unserved:
+            reason = f"this run has the fallback {unserved.reason}"
+            fallback.report(model, unserved, config.on_fallback, "transformers' manager")
+            record = stats.SpeculativeStats(fallback_reason=unserved.reason)
+            stats.publish(model, record)
+            stats.tell(model, record)
+    for name in ("seeds", "top_logprobs", "prompt_logprobs"):
+        if getattr(asked, name) not in (None, 0, False):
+            raise ValueError(
+                f"{name}= needs speculation, since transformers' manager has no such thing, but "
+                f"{reason}: pass speculative= or change the run, or leave {name}= out"
+            )
+    return original(*given)
+
+
+def _wanted(model: Any, asked: Asked, generation: Any, default: Any) -> SpeculativeConfig | None:
+    """Return how to speculate, None to use plain generation."""
+    return wanted(asked.speculative, (generation, model.generation_config), default)[1]
+
+
+def _ours(
+    model: Any,
+    config: SpeculativeConfig,
+    asked: Asked,
+    generation_config: Any,
+    batching_config: Any,
+    hints: Any,
+) -> SpeculativeBatchingManager:
+    generation = copy.deepcopy(generation_config or model.generation_config)
+    # transformers, too, looks into the generation config, though it warns of that.
+    batching = batching_config or getattr(generation, "continuous_batching_config", None)
+    if not isinstance(batching, ContinuousBatchingConfig):
+        batching = ContinuousBatchingConfig()
+    if not IS_KNOWN:
+        detail, fix = f"transformers {transformers.__version__}", "update transformers"
+        raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail, fix)
+    if batching.cpu_offload_space:
+        detail = f"cpu_offload_space={batching.cpu_offload_space!r}"
+        raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail, "leave it out")
+    # The cache of `generate` is another one: transformers' server, for one, switches it off.
+    generation.cache_implementation, generation.use_cache = None, True
+    tokens = asked.max_tokens
+    if tokens is None and batching.num_blocks is not None:
+        tokens = batching.num_blocks * batching.page_size
+    if tokens is not None:
+        check_int("max_tokens", tokens, 1, 2**40)
+    slots = batching.max_requests_per_batch if asked.max_slots is None else asked.max_slots
+    slots = default_slots(model, hints, tokens) if slots is None else slots
+    check_int("max_slots", slots, 1, MOST_SLOTS)
+    most = batching.max_batch_tokens
+    if most is not None:
+        check_int("max_batch_tokens", most, 1, 2**40)
+        slots = min(slots, most)
+    if tokens is not None:
+        check_int("max_tokens", tokens, slots, 2**40)
+    room = None if tokens is None else tokens // slots
+    check_int("top_logprobs", asked.top_logprobs, 0, MOST_TOP)
+    if not isinstance(asked.prompt_logprobs, bool):
+        raise ValueError(f"prompt_logprobs is {asked.prompt_logprobs!r}, but must be True or False")
+    wants_tokens = batching.return_logprobs or asked.top_logprobs > 0
+    wanted = WantedLogProbs(wants_tokens, asked.top_logprobs, asked.prompt_logprobs)
+    request = Request(config, tokenizer=asked.tokenizer)
+    maker = Maker(model.eval(), generation, request, room, wanted)
+    maker.check()
+    num_requests = getattr(hints, "num_requests", None)
+    return SpeculativeBatchingManager(
+        maker,
+        slots,
+        max_batch_tokens=most,
+        max_queue_size=batching.max_queue_size,
+        seed_of=_seed_of(asked.seeds, batching.seed, num_requests),
+        in_call=asked.in_call and not batching.max_queue_size,  # adding to a full queue waits
+        is_run=asked.in_call,
+        progress=Progress(num_requests) if asked.progress else None,
+        config=batching,
+    )
+
+
+def _seed_of(
+    seeds: Sequence[int] | None, seed: int | None, num_texts: int | None
+) -> Callable[[int], int]:
+    """Return what tells the seed of a text by its number.
+
+    Args:
+        seeds: The caller's seed for each text, if there are any.
+        seed: Otherwise the seed of the run, None to draw one from torch's default generator.
+        num_texts: Texts of the call, None for a manager, to which any number can be added.
+    """
+    if seeds is None:
+        first = int(torch.randint(2**31, ())) if seed is None else seed
+        return functools.partial(request_seed, first)
+    if len(seeds) != num_texts:
+        wanted = "generate_batch alone takes them" if num_texts is None else f"{num_texts} texts"
+        raise ValueError(f"seeds= holds {len(seeds)} seeds, but {wanted}: pass one for each text")
+    for each in seeds:
+        check_int("each of seeds", each, 0, 2**32 - 1)
+    return list(seeds).__getitem__
+
+
+def default_slots(model: Any, hints: Any, max_tokens: int | None = None) -> int:
+    """Return how many texts to decode together if the caller does not say.
+
+    Args:
+        model: The model.
+        hints: transformers' `WorkloadHints` of the requests, None if it knows nothing.
+        max_tokens: Most tokens of all texts, prompts included, None for any number.
+    """
+    if max_tokens is None:
+        room = max(LEAST_ROOM, model.get_memory_footprint())
+        max_tokens = room // bytes_per_token(model)
+    longest = 1 if hints is None else hints.max_prompt_length + hints.max_generated_length
+    num_requests = getattr(hints, "num_requests", None) or DEFAULT_SLOTS
+    return max(1, min(DEFAULT_SLOTS, num_requests, max_tokens // max(1, longest)))

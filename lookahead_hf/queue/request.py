@@ -1,0 +1,382 @@
+"""Requests of a queue, prepared as calls of one row, and their probabilities."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList
+
+from lookahead_hf.call import admission, emitter
+from lookahead_hf.call.admission import Purpose
+from lookahead_hf.call.outputs import RequestedOutputs
+from lookahead_hf.call.prepared import PreparedCall, Request
+from lookahead_hf.call.stopping import knows_criterion, with_stop_strings
+from lookahead_hf.call.streaming import ColumnStream
+from lookahead_hf.config import drafter_name
+from lookahead_hf.engines.cpu.layers import CompiledSteps
+from lookahead_hf.engines.cuda.graphs import WORTHWHILE
+from lookahead_hf.engines.cuda.runner import CudaRunner
+from lookahead_hf.fallback import FallbackReason, Unserved, check_settings
+from lookahead_hf.generation.assembly import build_drafters
+from lookahead_hf.logits.constraints import Constraint
+from lookahead_hf.logits.row_processors import knows_processor
+from lookahead_hf.model import compat, limits
+from lookahead_hf.model.compat.batching import RequestState
+from lookahead_hf.runner.host import Runner
+from lookahead_hf.verification import select
+from lookahead_hf.verification.select import rules_of
+from lookahead_hf.verification.walk import Rules
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which log probabilities the outputs of a run hold.
+
+    Attributes:
+        of_tokens: Those of the tokens.
+        num_top: How many of the likeliest tokens in every place have theirs, too.
+        of_prompt: Those of the prompt's tokens.
+    """
+
+    of_tokens: bool = False
+    num_top: int = 0
+    of_prompt: bool = False
+
+
+@dataclass
+class Found:
+    """The log probabilities of a text.
+
+    Attributes:
+        of_tokens: One per new token.
+        top: The likeliest tokens in the place of each new token, the likeliest first.
+        of_prompt: One per token of the prompt, None for the first; None if they are not wanted.
+    """
+
+    of_tokens: list[float] = field(default_factory=list)
+    top: list[dict[int, float]] = field(default_factory=list)
+    of_prompt: list[float | None] | None = None
+
+    def add(self, wanted: Wanted, scores: Iterable[torch.Tensor], tokens: list[int]) -> None:
+        """Add tokens, which were chosen by scores, [vocab] each."""
+        for each, token in zip(scores, tokens, strict=True):
+            log_probs = each.log_softmax(-1)
+            self.of_tokens.append(float(log_probs[token]))
+            if wanted.num_top:
+                best = log_probs.topk(min(wanted.num_top, len(log_probs)))
+                pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+                self.top.append(dict(pairs))
+
+
+class KeptScores(RequestedOutputs):
+    """Keeps the scores that the tokens of a step were chosen by, until they are taken."""
+
+    def __init__(self, generation_config: Any) -> None:
+        super().__init__(generation_config, 1)
+        self.chooses = True
+        self._latest: list[torch.Tensor] = []
+
+    def choose(self, row: int, scores: torch.Tensor, logits: torch.Tensor) -> None:
+        super().choose(row, scores, logits)
+        self._latest.append(scores)
+
+    def take(self) -> list[torch.Tensor]:
+        """Return the scores since the last time."""
+        latest, self._latest = self._latest, []
+        return latest
+
+
+@torch.no_grad()
+def of_prompt(model: Any, ids: torch.Tensor) -> list[float | None]:
+    """Return the log probability of each token of a prompt, [1, tokens]; None for the first."""
+    logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+    found: list[float | None] = [None]
+    for some, tokens in zip(logits.split(256), ids[0, 1:].split(256), strict=True):
+        log_probs = some.float().log_softmax(-1)
+        found += log_probs.gather(-1, tokens[:, None])[:, 0].tolist()
+    return found
+
+
+_STEP = 0x9E3779B1
+"""Odd, so that the seeds of 2^32 texts differ: a CPU's generator reads 32 bits."""
+
+OBJECTS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
+"""Arguments of `generate` that a request may bring beside settings."""
+
+UNSAID = -2
+"""The end token of a request that names none: `generate` then uses the model's.
+
+transformers' manager takes it, like -1, for no end token.
+"""
+
+
+def request_seed(seed: int, index: int) -> int:
+    """Return the seed for `torch.manual_seed` with which `generate` writes text number `index`.
+
+    Texts are numbered from 0 in the order in which requests were added. The texts of one request
+    (`num_return_sequences`) follow each other.
+    """
+    digest = hashlib.blake2b(str(seed).encode(), digest_size=4).digest()
+    return (int.from_bytes(digest, "little") + index * _STEP) % 2**32
+
+
+def own_objects(state: RequestState) -> frozenset[int]:
+    """Return the ids of a request's objects that may keep state between tokens.
+
+    Processors and criteria of known classes do not. A method counts as its owner.
+    """
+    found: list[Any] = []
+    for name in OBJECTS:
+        given = state.logit_processor_kwargs.get(name)
+        if isinstance(given, (list, tuple)):
+            found += given
+        elif given is not None:
+            found.append(given)
+    unknown = (each for each in found if not (knows_processor(each) or knows_criterion(each)))
+    return frozenset(id(getattr(each, "__self__", each)) for each in unknown)
+
+
+@dataclass(eq=False)
+class Job:
+    """One text of a run; what follows `objects` is None before it has a row.
+
+    Attributes:
+        index: How many texts were added before.
+        names: Ids that cancel it: its own and that of its request.
+        objects: See `own_objects`.
+    """
+
+    state: RequestState
+    index: int
+    seed: int
+    names: frozenset[str] = frozenset()
+    objects: frozenset[int] = frozenset()
+    call: PreparedCall | None = None
+    rules: Rules | None = None
+    constraint: Constraint | None = None
+    log_probs: Found = field(default_factory=Found)
+
+    def is_among(self, cancelled: Mapping[str, int]) -> bool:
+        """Return whether an id cancels this text.
+
+        `cancelled` gives the number of texts that had been added when each id was cancelled: texts
+        that were added later under the same id are not cancelled.
+        """
+        return any(self.index < cancelled.get(name, 0) for name in self.names)
+
+
+def _set_for_one(config: Any, name: str) -> Any:
+    """Return a setting of a generation config, without the wish for continuous batching."""
+    value = getattr(config, name, None)
+    return None if value == "paged" else value
+
+
+class Processors(LogitsProcessorList):
+    """The processors that the settings of a run ask for.
+
+    Attributes:
+        is_cleared: Whether a caller has turned them off.
+    """
+
+    is_cleared = False
+
+    def clear(self) -> None:
+        """Turn the processors off for all requests that have not begun."""
+        super().clear()
+        self.is_cleared = True
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Turns requests into calls of `generate`, of at most `room` tokens including the prompt."""
+
+    model: Any
+    generation_config: Any
+    request: Request
+    room: int | None = None
+    log_probs: Wanted = Wanted()
+
+    def settings(self, job: Job) -> dict[str, Any]:
+        """Return the arguments of the call of `generate` that writes the text of a job.
+
+        Raises:
+            ValueError: The prompt is not a list of token ids, or a setting is unknown or the same
+                for the whole run.
+        """
+        state, config = job.state, copy.deepcopy(self.generation_config)
+        prompt = state.initial_tokens
+        if len(prompt) == 0 or isinstance(prompt[0], (str, list)):
+            raise ValueError(f"a prompt must be a non-empty list of token ids, got {prompt!r}")
+        ids = torch.tensor([state.initial_tokens], dtype=torch.long, device=self.model.device)
+        own = dict(state.logit_processor_kwargs)
+        objects = {name: own.pop(name) for name in OBJECTS if name in own}
+        if own.pop("num_return_sequences", 1) != 1:
+            raise ValueError(
+                "num_return_sequences is the same for all requests of a run: set it in the "
+                "generation config of the manager"
+            )
+        unknown = config.update(num_return_sequences=1, **own)
+        if unknown:
+            names = ", ".join(map(repr, unknown))
+            raise ValueError(f"unknown generation setting {names}: remove it")
+        if state.max_new_tokens is not None:
+            config.max_new_tokens = state.max_new_tokens
+        if state.eos_token_id not in (None, UNSAID):
+            config.eos_token_id = state.eos_token_id
+        objects |= self._stop_strings(config, objects)
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **objects}
+        return {**given, "generation_config": config}
+
+    def _stop_strings(self, config: Any, objects: dict[str, Any]) -> dict[str, Any]:
+        """Turn the stop strings of a request into a criterion; `generate` would lose the tokenizer.
+
+        Returns the arguments of `generate` that this changes.
+        """
+        strings, tokenizer = config.stop_strings, self.request.tokenizer
+        of_model = self.model.generation_config.stop_strings
+        strings = of_model if strings is None else strings
+        if strings is None or tokenizer is None:
+            return {}  # without a tokenizer `generate` raises its own error
+        config.stop_strings = None
+        criteria = with_stop_strings(objects.get("stopping_criteria"), strings, tokenizer)
+        changed: dict[str, Any] = {"stopping_criteria": criteria}
+        return changed if of_model is None else {**changed, "stop_strings": None}
+
+    def call(self, job: Job) -> PreparedCall:
+        """Return the call of `generate` that writes the text of a job, prepared by transformers.
+
+        Raises:
+            Unserved: The call cannot be decoded together with others.
+            ValueError: Its text may become longer than the room.
+            Exception: Whatever `generate` raises about its arguments.
+        """
+        call = self._prepared(job)
+        longest = int(call.generation_config.max_length)
+        if self.room is not None and longest > self.room:
+            raise ValueError(
+                f"a prompt of {call.input_ids.shape[1]} tokens and up to {call.num_new} new ones "
+                f"need more than the {self.room} tokens that a request may have: lower "
+                "max_new_tokens, raise max_tokens, or lower max_slots, which share max_tokens"
+            )
+        limit, last = limits.room(self.model), longest - 1
+        if limit is not None and last > limit:
+            detail = f"positions up to {last}, where those of the model change or end at {limit}"
+            raise Unserved(FallbackReason.MODEL, detail)
+        return call
+
+    def _prepared(self, job: Job) -> PreparedCall:
+        calls: list[PreparedCall] = []
+        settings, own = self.settings(job), vars(self).get("processors")
+
+        def keep(
+            model: Any,
+            input_ids: torch.Tensor,
+            logits_processor: Any,
+            stopping_criteria: Any,
+            generation_config: Any,
+            **model_kwargs: Any,
+        ) -> torch.Tensor:
+            if own is not None and own.is_cleared:
+                logits_processor = LogitsProcessorList(settings.get("logits_processor") or ())
+            given = logits_processor, stopping_criteria, generation_config, model_kwargs
+            calls.append(PreparedCall(model, input_ids, *given, self.request))
+            return input_ids
+
+        compat.plain_generate(self.model, **settings, custom_generate=keep)
+        (call,) = calls
+        check_settings(lambda name: _set_for_one(call.generation_config, name))
+        admission.admit_call(call)
+        return call
+
+    @cached_property
+    def processors(self) -> Processors:
+        """The processors that the settings of the run ask for, made for who asks for them."""
+        return Processors(self.trial().processors)
+
+    def rules(self, call: PreparedCall, seed: int) -> Rules:
+        """Return how the text of a call gets its tokens.
+
+        Raises:
+            Unserved: Its samples would depend on drafts, and so on the texts decoded beside it.
+        """
+        if self.request.draws(call.do_sample):
+            detail = f"verification={self.request.config.verification!r} of samples"
+            raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail, "leave it out")
+        config = call.generation_config
+        keeps = self.log_probs.of_tokens
+        outputs = KeptScores(config) if keeps else RequestedOutputs(config, 1)
+        return rules_of(call, emitter.of_call(call, outputs, ColumnStream(None, 1, call.pad)), seed)
+
+    def num_draftable(self, call: PreparedCall) -> int:
+        """Return how many new tokens of a call drafts may cover."""
+        position_ids = limits.of_prompt(self.model, call.input_ids, call.model_kwargs)
+        assert position_ids is not None
+        return limits.num_draftable(self.model, position_ids, call.num_new)
+
+    def check(self) -> None:
+        """Check the model and the settings of the run.
+
+        Raises:
+            Unserved: They cannot be served.
+            ValueError: A drafter cannot be used in continuous batching.
+        """
+        model = self.model
+        self._check_drafters()
+        admission.admit(model, Purpose.REQUESTS)
+        if self.request.config.draft_invariant:
+            raise Unserved(FallbackReason.CONTINUOUS_BATCHING, "draft_invariant=True")
+        where = model.device
+        serves = where.type == "cpu" or (select.serves(where) and admission.on_device(model, where))
+        if serves:
+            trial = self.trial()
+            decides = self.rules(trial, 0).takes_likeliest
+            serves = where.type == "cpu" or decides
+        if not serves:
+            detail = "an accelerator, unless tokens are the likeliest and all of the model is there"
+            raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail, "call generate with a batch")
+
+    def _check_drafters(self) -> None:
+        heads = {"mtp"} & {*map(str, self.request.config.drafters or ())}
+        if not heads:
+            do_sample = bool(self.generation_config.do_sample)
+            built = build_drafters(self.model, self.request, None, do_sample)
+            of_states = (each for each in built if getattr(each, "reads_hidden_states", False))
+            heads = {*map(drafter_name, of_states)}
+        if heads:
+            raise ValueError(
+                f"the drafter {min(heads)!r} reads hidden states, which continuous batching does "
+                "not keep: leave it out, or call generate"
+            )
+
+    def steps(self) -> CompiledSteps:
+        """Return how steps run the layers on a CPU, from what is kept of the model now."""
+        return CompiledSteps(self.model, self.request.config.compiled_layers)
+
+    def runner(self, num_rows: int, max_batch_tokens: int | None) -> Runner:
+        """Return what runs the steps of the run."""
+        if select.serves(self.model.device):
+            asked = self.request.config.cuda_graphs
+            runner: Runner = CudaRunner(self.model, num_rows, room=WORTHWHILE, cuda_graphs=asked)
+        else:
+            runner = Runner(self.model, num_rows, None, self.steps(), self._takes_flat())
+        if max_batch_tokens is not None:
+            fits, most = max_batch_tokens // num_rows - 1, runner.most_nodes
+            runner.most_nodes = fits if most is None else min(most, fits)
+        return runner
+
+    def _takes_flat(self) -> bool:
+        """Return whether steps may use flat blocks, which hold the tokens of live rows only."""
+        call = self.trial()
+        position_ids = limits.of_prompt(self.model, call.input_ids, call.model_kwargs)
+        assert position_ids is not None
+        return admission.takes_flat(self.model, position_ids, call.model_kwargs)
+
+    def trial(self) -> PreparedCall:
+        """Return the call of a made-up request, whose prompt is one token."""
+        return self._prepared(Job(RequestState("trial", [0], max_new_tokens=None), 0, 0))

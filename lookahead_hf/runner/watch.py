@@ -1,0 +1,280 @@
+"""Whether a model's own code may be replaced or captured: every such question is answered here.
+
+Reasons against it are values of `execution`, which the statistics show.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from operator import is_
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from lookahead_hf import kernels
+from lookahead_hf.call import execution
+from lookahead_hf.model import compat
+
+_STOCK = [
+    (own, name, getattr(own, name))
+    for own, names in (
+        (torch, ("cat", "rsqrt")),
+        (functional, ("gelu", "layer_norm", "linear", "silu")),
+        (nn.Linear, ("forward",)),
+    )
+    for name in names
+]
+"""Functions that layers call, as they are when this module is imported."""
+
+
+def watcher() -> str | None:
+    """Return why all modules and functions must be called as they are now, None if they need not.
+
+    The mode of `torch.set_default_device` and of `with torch.device(...)` does not count: it only
+    chooses where new tensors are made.
+    """
+    if any(compat.global_hooks()):
+        return execution.HOOKS
+    has_modes = compat.watches_functions() or compat.watches_operations()
+    return execution.WATCHED if has_modes else None
+
+
+def has_stock_functions() -> bool:
+    """Return whether nobody has replaced the functions of torch that layers call."""
+    return all(getattr(own, name) is each for own, name, each in _STOCK)
+
+
+def attention_of(name: str, module: nn.Module) -> tuple[Any, bool]:
+    """Return a module's attention function, and whether it is transformers' and torch's own.
+
+    The function is None if no function is registered by the name, so that the module's file has it.
+    """
+    function = compat.attention_function(name)
+    return function, compat.is_stock_attention(function, module)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Return whether hooks of a module do something now.
+
+    transformers leaves some that only act in a forward whose hidden states or attentions are
+    collected.
+    """
+    return compat.is_hooked(module) or (compat.is_recording() and any(compat.hooks_of(module)))
+
+
+def is_untouched(module: nn.Module) -> bool:
+    """Return whether a module and all modules in it run their classes' forwards."""
+    return not any("forward" in vars(m) or compat.is_offloaded(m) for m in module.modules())
+
+
+def blockers_of(module: nn.Module) -> Iterator[str]:
+    """Yield the reasons why no graph may stand for a module's call."""
+    if is_hooked(module):
+        yield execution.HOOKS
+    if compat.is_offloaded(module):
+        yield execution.OFFLOADED
+    if _is_replaced(module):
+        yield execution.REPLACED
+
+
+MOST_ITEMS = 1000
+"""Items of a container up to which it is read; no forward looks at more of them in Python."""
+
+_PLAIN = (int, str, bytes, complex, torch.dtype, torch.device)
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+
+_METHODS = {"generate", "generate_batch", "init_continuous_batching"}  # that `enable` replaces
+
+_SKIPPED = frozenset({*vars(nn.Module()), *_METHODS, "generation_config", compat.ROPE_NOTE}) - {
+    "training"
+}
+"""Attributes that are read as what they are, and those that `generate` reads and no forward."""
+
+
+class ModelSnapshot:
+    """Everything that a CUDA graph bakes in of a model, read in one walk over its modules.
+
+    A graph runs none of the model's Python, so it may be replayed only while the snapshot matches.
+    `key` compares two moments between calls. Within a call, a streamer or another thread may still
+    switch an adapter, hook a layer or replace a weight; `is_current` notices that in every step.
+    For 400 modules a snapshot takes milliseconds, `is_current` less than 0.2.
+
+    Plain numbers and strings of modules and configurations are compared by value, also in
+    containers up to two levels deep, such as the scaling of adapters. Everything else is compared
+    by identity.
+
+    Attributes:
+        key: Equal in two snapshots that one graph serves. It keeps no part of the model alive.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Read the model; its weights stay in memory as long as the snapshot."""
+        self._model = model
+        self._found: list[Any] = []
+        self._held: list[tuple[dict[Any, Any], Any, Any]] = []
+        self._dicts: list[dict[Any, Any]] = []
+        self._sequences: list[tuple[Any, tuple[Any, ...]]] = []
+        self._forwards: dict[type[nn.Module], Any] = {}
+        self._blockers: set[str] = set()
+        for own in compat.global_hooks():
+            self._hold(own, own)
+        for config in compat.configs_of(model.modules()):
+            self._read(vars(config), 3)
+        for module in model.modules():
+            self._read_module(module)
+        tensors = (*model.parameters(), *model.buffers())
+        plain = [each for each in tensors if not hasattr(each, "__tensor_flatten__")]
+        self._data = [(each, each.data_ptr(), each.untyped_storage()) for each in plain]
+        self._size = sum(map(len, self._dicts))
+        self._attention = _attention_functions()
+        self._found += map(_Same, self._attention)
+        self.key = (*_of_process(tensors[0].device.type), *self._found)
+        self._found.clear()
+
+    def _read_module(self, module: nn.Module) -> None:
+        own, kind = vars(module), type(module)
+        self._forwards[kind] = kind.forward
+        self._found += (_Same(kind), _Same(kind.forward))
+        for name in compat.HOLDERS:
+            self._hold(own[name], own[name])
+        for tensor in compat.tensors_of(module):
+            self._found += addresses(tensor)
+        names = [name for name in own if name not in _SKIPPED]
+        self._hold(own, names)
+        for name in names:
+            self._found.append(name)
+            self._read(own[name], 2)
+        self._blockers.update(blockers_of(module))
+
+    def _hold(self, holder: dict[Any, Any], names: Iterable[Any]) -> None:
+        """Remember the objects that a dict holds by these names, and its size."""
+        self._dicts.append(holder)
+        self._held += [(holder, name, holder[name]) for name in names]
+
+    def _read(self, value: Any, depth: int) -> None:
+        """Add a value to the key; `depth`: levels of containers that are read."""
+        found, kind = self._found, type(value)
+        if isinstance(value, float):
+            found += (kind, float(value).hex())  # 0.0 is not -0.0, and NaN is NaN
+        elif value is None or isinstance(value, _PLAIN):
+            found += (kind, value)
+        elif isinstance(value, torch.Tensor):
+            found += (_Same(value), *addresses(value))
+        elif not depth or not isinstance(value, _CONTAINERS) or len(value) > MOST_ITEMS:
+            found.append(_Same(value))
+        elif isinstance(value, dict):
+            found += (kind, len(value))
+            self._hold(value, value)
+            for name, item in tuple(value.items()):
+                self._read(name, 0)
+                self._read(item, depth - 1)
+        else:
+            found += (kind, len(value))
+            self._sequences.append((value, tuple(value)))
+            for item in tuple(value):
+                self._read(item, depth - 1)
+
+    def is_current(self) -> bool:
+        """Return whether the model still holds the same objects, in the same memory."""
+        return (
+            sum(map(len, self._dicts)) == self._size
+            and all(holder.get(name) is value for holder, name, value in self._held)
+            and all(tensor.data_ptr() == address for tensor, address, _ in self._data)
+            and all(kind.forward is forward for kind, forward in self._forwards.items())
+            and all(map(is_, _attention_functions(), self._attention))
+            and all(
+                len(now) == len(then) and all(map(is_, now, then)) for now, then in self._sequences
+            )
+        )
+
+    def blockers(self, extras: Mapping[str, Any]) -> list[str]:
+        """Return why steps are neither captured nor replayed, given the forward's `extras`."""
+        found = self._blockers | {watcher()}
+        if any(isinstance(value, torch.Tensor) for value in extras.values()):
+            found.add(execution.TENSORS)
+        if compat.reads_lengths(self._model):
+            found.add(execution.READS_LENGTHS)
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            found.add(execution.CAPTURED)
+        order = vars(execution).values()
+        return [reason for reason in order if isinstance(reason, str) and reason in found]
+
+
+class _Same:
+    """An object compared by identity, kept alive only if it has no weak references."""
+
+    __slots__ = ("_kept",)
+
+    def __init__(self, value: Any) -> None:
+        try:
+            self._kept = weakref.ref(value)  # one and the same as long as the object lives
+        except TypeError:
+            self._kept = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._kept is other._kept
+
+    def __hash__(self) -> int:
+        return id(self._kept)
+
+
+def addresses(tensor: torch.Tensor) -> list[tuple[Any, ...]]:
+    """Return where a tensor's numbers are, or those of the tensors that it wraps."""
+    if hasattr(tensor, "__tensor_flatten__"):  # quantised weights, for instance
+        inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        return [address for each in inner for address in addresses(each)]
+    return [(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())]
+
+
+def _of_process(device: str) -> tuple[Any, ...]:
+    """Return the settings of the process that decide which operations a forward runs."""
+    cuda = torch.backends.cuda
+    cudnn: Any = torch.backends.cudnn  # stubs lack its parts
+    # What torch.get_float32_matmul_precision returns follows from these, if it does not raise.
+    with_tf32 = torch.backends, cuda.matmul, cudnn, cudnn.conv, cudnn.rnn
+    return (
+        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
+        *(each.fp32_precision for each in with_tf32),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.matmul.allow_fp16_reduced_precision_reduction,
+        cuda.matmul.allow_bf16_reduced_precision_reduction,
+        str(cuda.preferred_blas_library()),
+        kernels.setting(),
+    )
+
+
+def _attention_functions() -> tuple[Any, ...]:
+    """Return the functions that attention calls; a caller may replace them at any time."""
+    registered = (compat.attention_function(name) for name in ("sdpa", "eager"))
+    return (*registered, nn.functional.scaled_dot_product_attention)
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    """Return whether a module object has a forward of its own that no graph may stand for.
+
+    A graph may stand for what `torch.compile` wrapped, and for the fused kernels that Liger-Kernel
+    and the kernels hub (`use_kernels=True`) put there: they know nothing but the module and their
+    arguments. The snapshot's key holds which forward it is.
+    """
+    own = vars(module).get("forward")
+    if own is None or _is_fused(module, own):
+        return False
+    return not compat.is_compiled_wrapper(module)
+
+
+def _is_fused(module: nn.Module, forward: Any) -> bool:
+    """Return whether a forward is a kernel's function, bound to the module, without state."""
+    if not isinstance(forward, MethodType) or forward.__self__ is not module:
+        return False
+    function: Any = forward.__func__
+    is_liger = str(getattr(function, "__module__", "")).partition(".")[0] == "liger_kernel"
+    is_for_kernels = hasattr(type(module), "kernel_layer_name")
+    return (is_liger or is_for_kernels) and not getattr(function, "__closure__", None)

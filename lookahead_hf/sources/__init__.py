@@ -1,0 +1,1 @@
+"""Optional sources of drafts, imported when they are named."""

@@ -1,0 +1,156 @@
+"""An assistant during a call: ragged rows in a cache of its own, fed and rolled back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from lookahead_hf.call import admission
+from lookahead_hf.call.admission import Purpose
+from lookahead_hf.call.prepared import PreparedCall, Request
+from lookahead_hf.config import SpeculativeConfig
+from lookahead_hf.draft import DraftTree
+from lookahead_hf.fallback import Unserved
+from lookahead_hf.model import compat
+from lookahead_hf.rows import Rows
+from lookahead_hf.runner.host import Runner
+from lookahead_hf.runner.prefill import prefill
+
+if TYPE_CHECKING:
+    from lookahead_hf.rows import EncoderInputs
+
+Branches = tuple[list[int], list[int]]
+"""Token ids and parents of nodes; parent -1 is the end of the chain before them."""
+
+
+class AssistantModel:
+    """A model that has read every row up to some token, and can forget the newest ones."""
+
+    def __init__(
+        self,
+        model: Any,
+        contexts: Sequence[np.ndarray],
+        encoder_inputs: EncoderInputs | None = None,
+    ) -> None:
+        """Read the rows' first tokens, [tokens] int64 each, in one forward; some may have none.
+
+        Raises:
+            ValueError: The model cannot run such rows, or lacks the input of its encoder.
+        """
+        try:
+            self._begin(model, contexts, encoder_inputs)
+        except Unserved as error:
+            name = type(model).__name__
+            raise ValueError(f"{name} cannot be an assistant here: {error.cause}") from error
+        self._chains: Sequence[Sequence[int]] = []
+
+    def _begin(
+        self, model: Any, contexts: Sequence[np.ndarray], encoder_inputs: EncoderInputs | None
+    ) -> None:
+        admission.admit(model, Purpose.ASSISTANT)
+        ids, attended = _left_padded(contexts)
+        mask = torch.from_numpy(attended).to(model.device)
+        if model.config.is_encoder_decoder:
+            kwargs = _decoder_arguments(model, mask, encoder_inputs)
+        else:
+            kwargs = _prefill_arguments(model, mask)
+        prompt, request = torch.from_numpy(ids).to(model.device), Request(SpeculativeConfig())
+        given = model.generation_config, kwargs, request
+        admission.admit_call(PreparedCall(model, prompt, (), (), *given))
+        self._rows = Rows(ids, attended)
+        self._runner = Runner(model, len(contexts))
+        with torch.no_grad():
+            prefill(self._runner, prompt, model.generation_config, kwargs)
+
+    def read(self, row: int) -> np.ndarray:
+        """Return the tokens of a row that were read and kept, [tokens] int64 (a view)."""
+        return self._rows.context(row)
+
+    def forget(self, row: int, num_tokens: int) -> None:
+        """Forget the newest tokens of a row that were kept; the first ones it read stay."""
+        counts = np.zeros(self._rows.num_rows, np.int64)
+        counts[row] = num_tokens
+        assert num_tokens <= self._rows.num_emitted[row]
+        self._rows.num_emitted -= counts
+        self._runner.keep(-counts)
+
+    def feed(
+        self, chains: Sequence[Sequence[int]], branches: Sequence[Branches] | None = None
+    ) -> torch.Tensor:
+        """Run each row's next tokens, and the nodes below their end, in one forward; keep nothing.
+
+        Returns logits, [rows, width, vocab]: place i follows a row's i-th token, chain before
+        branches.
+        """
+        self._chains = chains
+        kept = self._rows.num_emitted.copy()
+        for row, chain in enumerate(chains):
+            if chain:
+                self._rows.emit(row, chain[0])
+        nodes = branches or [([], [])] * len(chains)
+        draft = DraftTree.from_rows(map(_block_after, chains, nodes))
+        with torch.no_grad():
+            outputs = self._runner.forward(self._runner.layout(self._rows, draft))
+        self._rows.num_emitted[:] = kept
+        return outputs.logits
+
+    def keep(self, counts: np.ndarray) -> None:
+        """Keep the first tokens of the chains fed last, [rows]."""
+        for row, count in enumerate(counts.tolist()):
+            for token in self._chains[row][:count]:
+                self._rows.emit(row, token)
+        self._runner.keep(counts)
+
+
+def _block_after(chain: Sequence[int], branches: Branches) -> Branches:
+    """Return a row's block without its first token: the rest of the chain, and nodes below it."""
+    tokens, parents = branches
+    rest = max(len(chain) - 1, 0)
+    return [*chain[1:], *tokens], [*range(-1, rest - 1), *(parent + rest for parent in parents)]
+
+
+def _left_padded(contexts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Return token ids and whether they are attended, [rows, longest] each."""
+    width = max(map(len, contexts))
+    ids = np.zeros((len(contexts), width), np.int64)
+    attended = np.zeros((len(contexts), width), bool)
+    for row, context in enumerate(contexts):
+        ids[row, width - len(context) :] = context
+        attended[row, width - len(context) :] = True
+    return ids, attended
+
+
+def _prefill_arguments(model: Any, attended: torch.Tensor) -> dict[str, Any]:
+    """Return the arguments that `generate` would prepare beside the prompt."""
+    kwargs: dict[str, Any] = {
+        "attention_mask": attended.long(),
+        compat.decoder_names(model).prepared_cache: compat.empty_cache(model),
+        "use_cache": True,
+    }
+    if not compat.counts_positions(model):
+        kwargs["position_ids"] = compat.positions_by_mask(attended)
+    if "logits_to_keep" in compat.forward_arguments(model):
+        kwargs["logits_to_keep"] = 1  # none is needed: the text after the prompt is known
+    return kwargs
+
+
+def _decoder_arguments(
+    model: Any, attended: torch.Tensor, encoder_inputs: EncoderInputs | None
+) -> dict[str, Any]:
+    """Return the arguments for a decoder, with the outputs of its encoder."""
+    if encoder_inputs is None:
+        raise ValueError("an encoder-decoder model cannot assist a decoder-only model")
+    inputs, mask = encoder_inputs
+    inputs = inputs.to(model.device, model.dtype if inputs.is_floating_point() else None)
+    cache = compat.decoder_names(model).prepared_cache
+    kwargs: dict[str, Any] = {cache: compat.empty_cache(model), "use_cache": True}
+    if mask is not None:
+        kwargs["attention_mask"] = mask = mask.to(model.device)
+    with torch.no_grad():
+        kwargs["encoder_outputs"] = compat.encoded(model, inputs, mask)
+    if not attended.all():
+        kwargs["decoder_attention_mask"] = attended.long()
+    return kwargs

@@ -1,0 +1,249 @@
+"""Drafts from a checkpoint's multi-token-prediction layers.
+
+DeepSeek-V3 (arXiv:2412.19437) trains layers that read the model's last hidden states and the next
+tokens, and predict one token further each. Going on from a layer's own output drafts more tokens
+than there are layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from lookahead_hf.config import check_int
+from lookahead_hf.distributed import coordinator
+from lookahead_hf.draft import DraftTree, Verdict
+from lookahead_hf.drafting.drafter import BuiltInDrafter
+from lookahead_hf.model import compat
+from lookahead_hf.model.state import state_of
+from lookahead_hf.rows import Rows
+from lookahead_hf.runner.transfer import pinned
+from lookahead_hf.sources.assistant.growth import (
+    NUM_BUCKETS,
+    Growth,
+    Likeliest,
+    prior_rates,
+    tree_of,
+)
+
+MOST_TOKENS = 64
+"""Upper limit of options that count tokens."""
+
+NUM_DRAFT = 3
+"""Tokens that a single layer writes ahead."""
+
+PIECE = 512
+"""Most tokens of a long prompt that are read at once: a mask has as many rows."""
+
+
+class MtpDrafter(BuiltInDrafter):
+    """Runs the layers over the verified tokens, in a cache of their own, and then ahead of them.
+
+    Layer k reads the hidden states of a token and the token `k + 1` places after it. So the last
+    known hidden states meet drafted tokens in all layers but the first. These columns leave the
+    cache after the draft, and the next step reads the hidden states again. A row may have empty
+    columns in the cache, where another row kept more.
+    """
+
+    name: ClassVar[str] = "mtp"
+    num_buckets = NUM_BUCKETS
+    reads_hidden_states: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        target: Any,
+        *,
+        num_draft: int | None = None,
+        top_k: int = 3,
+        vocab_size: int | None = None,
+    ) -> None:
+        """Draft with a model's own layers, which the first call loads.
+
+        Args:
+            target: The model.
+            num_draft: Tokens to write ahead; each costs one forward of one layer for all rows. None
+                is the number of layers, or 3 for a single one. Beyond the number of layers, the
+                last one goes on from its own output.
+            top_k: Tokens to propose at each place, the likeliest first.
+            vocab_size: Token ids of the target; higher ids are never drafted.
+
+        Raises:
+            ValueError: An option is out of its range, or the model has no layers that are served.
+        """
+        check_int("mtp: top_k", top_k, 1, MOST_TOKENS)
+        self._picks, self.rates = Likeliest(top_k, vocab_size), self.prior()
+        if num_draft is not None:
+            check_int("mtp: num_draft", num_draft, 1, MOST_TOKENS)
+        if coordinator.is_spread(target):
+            raise ValueError(
+                'the drafter "mtp" needs the whole model in the process that drafts, but it is '
+                "split over processes: leave the drafter out"
+            )
+        self._heads = _layers_of(target)
+        self._heads.tie_with_main_model(target)  # whose layers may have been replaced
+        layers = len(self._heads.layers)
+        self._num_draft = num_draft or (layers if layers > 1 else NUM_DRAFT)
+        self._num_layers = min(layers, self._num_draft)
+        self._cache: Any = None
+        self._states: list[torch.Tensor] = []  # not read yet, [rows, columns, hidden] each
+        self._columns: list[np.ndarray] = []  # as in `compat.mtp_cache`, [rows, columns] each
+
+    def prior(self) -> np.ndarray:
+        return prior_rates()
+
+    def begin(self, rows: Rows) -> None:
+        self._cache, self._states, self._columns = None, [], []
+        if self.hidden_states is None:
+            return
+        width = self.hidden_states.shape[1]
+        columns = np.full((rows.num_rows, width), -1, np.int64)
+        for row in range(rows.num_rows):
+            length = rows.prompt_length(row)
+            count = min(width, length)  # a cache may hold the beginning; pads are on the left
+            columns[row, width - count :] = np.arange(length - count, length)
+        self._states, self._columns = [self.hidden_states], [columns]
+        self.hidden_states = None
+
+    def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
+        if self.hidden_states is None:
+            raise RuntimeError("the model's forward returns no hidden states")
+        going = verdict.live & ~verdict.finished
+        counts = np.where(going, verdict.num_accepted + 1, 0)
+        places = np.zeros((rows.num_rows, int(counts.max())), np.int64)
+        columns = np.full_like(places, -1)
+        for row in np.flatnonzero(going).tolist():
+            count = int(counts[row])
+            places[row, 1:count] = verdict.accepted(row) + 1
+            end = len(rows.context(row)) - 1
+            columns[row, :count] = np.arange(end - count, end)
+        self._states.append(_gather(self.hidden_states, places))
+        self._columns.append(columns)
+        self.hidden_states = None  # the next step overwrites them
+
+    @torch.no_grad()
+    def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
+        columns, places = self._unread()
+        if not columns.size:
+            return DraftTree.empty(rows.num_rows)
+        states = _gather(torch.cat(self._states, 1), places)
+        if self._cache is None:
+            self._cache = compat.mtp_cache(rows.num_rows, states.device)
+        ahead = columns + 1 + np.arange(self._num_layers)[:, None, None]  # what each layer reads
+        for row in range(rows.num_rows):
+            context = rows.context(row)
+            ahead[:, row] = context[ahead[:, row].clip(max=len(context) - 1)]
+        on_it, *tokens = _on_device(np.concatenate([columns[None], ahead]), states.device)
+        known = max(0, columns.shape[1] - self._num_layers + 1)
+        last = max(0, known - 1) // PIECE * PIECE
+        for start in range(0, last, PIECE):
+            piece = slice(start, start + PIECE)
+            self._read(states[:, piece], on_it[:, piece], [each[:, piece] for each in tokens])
+        num_kept = self._cache.columns.shape[1] + known - last
+        logits = self._write(states[:, last:], on_it[:, last:], tokens[0][:, last:])
+        compat.crop_mtp_cache(self._cache, num_kept)
+        self._states, self._columns = [states[:, known:]], [columns[:, known:]]
+        return self._tree(rows, logits)
+
+    def _unread(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the columns to read, moved to the right, and their places in the states."""
+        if not self._columns:
+            return np.zeros((0, 0), np.int64), np.zeros((0, 0), np.int64)
+        columns = np.concatenate(self._columns, 1)
+        width = int((columns >= 0).sum(1).max())
+        places = np.argsort(columns >= 0, 1, kind="stable")[:, columns.shape[1] - width :]
+        return np.take_along_axis(columns, places, 1), places
+
+    def _read(
+        self, states: torch.Tensor, columns: torch.Tensor, tokens: list[torch.Tensor]
+    ) -> None:
+        """Let all layers read columns whose following text is known; see `_write`."""
+        self._extend(columns)
+        for layer, ids in enumerate(tokens):
+            states = self._run(layer, states, columns, ids)
+
+    def _write(
+        self,
+        states: torch.Tensor,  # [rows, width, hidden]
+        columns: torch.Tensor,  # [rows, width]
+        tokens: torch.Tensor,  # [rows, width]
+    ) -> torch.Tensor:
+        """Read the newest columns, and draft the likeliest chain without waiting for the device.
+
+        Returns the logits of the places ahead, [rows, `num_draft`, vocab].
+        """
+        logits: list[torch.Tensor] = []
+        self._extend(columns)
+        for depth in range(self._num_draft):
+            layer = min(depth, self._num_layers - 1)
+            if depth > layer:  # on from its own output
+                columns, states, tokens = columns[:, -1:] + 1, states[:, -1:], tokens[:, -1:]
+                self._extend(columns)
+            states = self._run(layer, states, columns, tokens)
+            logits.append(compat.head_logits(self._heads, states[:, -1:]))
+            tokens = torch.cat([tokens[:, 1:], logits[-1].argmax(-1)], 1)
+        return torch.cat(logits, 1)
+
+    def _extend(self, columns: torch.Tensor) -> None:
+        self._cache.columns = torch.cat([self._cache.columns, columns], 1)
+
+    def _run(
+        self, layer: int, states: torch.Tensor, columns: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """Run a layer, whose tokens are `layer + 1` places after the columns."""
+        positions = columns + 1 + layer
+        ran: torch.Tensor = self._heads.forward_layer(
+            layer, states, positions, self._cache, input_ids=tokens
+        )
+        return ran
+
+    def _tree(self, rows: Rows, logits: torch.Tensor) -> DraftTree:
+        """Return the live rows' drafts; logits of the places ahead are [rows, places, vocab]."""
+        num_rows, depths = logits.shape[:2]
+        row, place = np.indices((num_rows, depths)).reshape(2, -1)
+        tokens, classes, _ = self._picks.pick(logits, row, place)
+        growths = []
+        for number, is_live in enumerate(rows.live.tolist()):
+            growth = Growth([rows.last_token(number)] if is_live else [])
+            for at in range(number * depths, (number + 1) * depths):
+                places = [at] * len(growth.frontier)
+                growth.extend((tokens[places], classes[places], None), self.rates, 1, 0.0)
+            growths.append(growth)
+        return tree_of(growths)
+
+    def end(self, rows: Rows) -> None:
+        self._cache, self._states, self._columns = None, [], []
+        self.hidden_states = None
+
+
+def _gather(states: torch.Tensor, places: np.ndarray) -> torch.Tensor:
+    """Copy the hidden states at `places`, [rows, count] int64, without waiting for the device."""
+    return states.take_along_dim(_on_device(places, states.device)[..., None], 1)
+
+
+def _on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy numbers to a device without waiting for it."""
+    return pinned(array, device).to(device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class KeptLayers:
+    """The layers of a model, and what they were loaded for."""
+
+    key: tuple[Any, ...]
+    layers: Any
+
+    def release(self) -> None:
+        """Do nothing: a call in progress keeps its layers until it ends."""
+
+
+def _layers_of(target: Any) -> Any:
+    """Return the layers that are kept with a model, loaded again if the model has changed."""
+    key, state = (target.config.name_or_path, target.device, target.dtype), state_of(target)
+    with state.lock:
+        found = state.get(KeptLayers)
+        if found is None or found.key != key:
+            found = state.put(KeptLayers(key, compat.load_mtp(target)))
+        return found.layers

@@ -1,1 +1,0 @@
-"""Checks of what is supported, and the self test of models of unknown type."""

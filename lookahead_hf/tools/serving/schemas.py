@@ -1,0 +1,227 @@
+"""Schemas of answers and calls of tools in the server's requests."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from lookahead_hf.tools.serving.fields import ServedRequest, current
+
+if TYPE_CHECKING:
+    from lookahead_hf.structured import Processor
+
+
+def take_tools(body: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the tools of which the answer has to call one.
+
+    Args:
+        body: The request, whose `tool_choice` transformers' server ignores.
+
+    Returns:
+        The JSON schema of each tool's parameters, by name; None if the answer need not call any.
+
+    Raises:
+        ValueError: `tool_choice` is not understood, or names a tool that the request lacks.
+    """
+    choice = body.get("tool_choice")
+    if choice in (None, "auto", "none"):
+        return None
+    tools = _functions(body.get("tools"))
+    if choice == "required" and tools:
+        return tools
+    function = choice.get("function", choice) if isinstance(choice, Mapping) else {}
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if isinstance(name, str) and name in tools:
+        return {name: tools[name]}
+    raise ValueError(
+        f'tool_choice={choice!r} is not served with the tools {list(tools)}: give "required" '
+        'with tools, {"type": "function", "function": {"name": NAME}} with one of them, "auto" or '
+        '"none"'
+    )
+
+
+def _functions(tools: Any) -> dict[str, Any]:
+    """Return the parameters of functions by name, from the form of either API."""
+    given = tools if isinstance(tools, list) else []
+    each = (tool.get("function", tool) for tool in given if isinstance(tool, Mapping))
+    named = [function for function in each if isinstance(function, Mapping)]
+    any_object = {"type": "object"}
+    return {
+        function["name"]: function.get("parameters") or any_object
+        for function in named
+        if isinstance(function.get("name"), str)
+    }
+
+
+def calling(tools: Mapping[str, Any], model: Any, tokenizer: Any, prompt: Any) -> Processor:
+    """Make a processor for answers that call one of the tools, after any reasoning.
+
+    Args:
+        tools: The JSON schema of each tool's parameters, by name.
+        model: The model, whose markers transformers' server knows.
+        tokenizer: Its tokenizer, or the processor that has it.
+        prompt: The tokens of the prompt, [length] or [1, length].
+
+    Raises:
+        ValueError: The markers are unknown, or a tool's parameters cannot be compiled.
+    """
+    from lookahead_hf import structured
+
+    fields = _fields(model, tokenizer)
+    markers = _markers(fields.get("tool_calls", {}))
+    if markers is None:
+        raise ValueError('tool_choice: how this model writes a call is not known: use "auto"')
+    thinking = fields.get("reasoning_content", {})
+    text = tokenizer.decode(_last(prompt))
+
+    def compiled(compiler: Any, each: Any) -> Any:
+        return compiler.compile_grammar(_grammar(each, markers, thinking, text))
+
+    return structured.compiled("the parameters of a tool", dict(tools), tokenizer, compiled)
+
+
+def _last(prompt: Any) -> list[int]:
+    ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    ids = ids[0] if ids and isinstance(ids[0], list) else ids
+    return list(ids[-16:])
+
+
+def _fields(model: Any, tokenizer: Any) -> Mapping[str, Any]:
+    """Return how transformers' server parses a model's answer."""
+    try:
+        from transformers.cli.serving.utils import get_response_template
+    except ImportError:
+        return {}
+    template = get_response_template(tokenizer, model)
+    return template.get("fields", {}) if isinstance(template, Mapping) else {}
+
+
+def _markers(field: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the markers around the JSON of a call, None if a call has another form."""
+    pattern = field.get("open_pattern", "")
+    begin, end = field.get("open", pattern.removeprefix(r"\s*")), field.get("close")
+    is_whole = field.get("transform") == {"type": "function", "function": "{content}"}
+    is_json = field.get("content") == "json" and "content_args" not in field
+    if not (is_json and is_whole and isinstance(begin, str) and isinstance(end, str)):
+        return None
+    return (begin, end) if not pattern or re.fullmatch(pattern, begin) else None
+
+
+def _grammar(
+    tools: Mapping[str, Any], markers: tuple[str, str], thinking: Mapping[str, Any], prompt: str
+) -> Any:
+    """Return xgrammar's grammar of one call, with the usual whitespace."""
+    from xgrammar import Grammar
+
+    def exactly(text: str) -> Any:
+        return Grammar.from_ebnf(f"root ::= {json.dumps(text, ensure_ascii=False)}")
+
+    def call(name: str, schema: Any) -> Any:
+        head = f'{markers[0]}\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
+        parameters = Grammar.from_json_schema(json.dumps(schema), any_whitespace=False)
+        return Grammar.concat(exactly(head), parameters, exactly(f"}}\n{markers[1]}"))
+
+    each = [call(name, schema) for name, schema in tools.items()]
+    calls = each[0] if len(each) == 1 else Grammar.union(*each)
+    begin, end = thinking.get("open"), thinking.get("close")
+    if not (isinstance(begin, str) and isinstance(end, str)):
+        return calls
+    thinks = prompt.rstrip().endswith(begin.rstrip())  # the prompt has begun the reasoning
+    tag = {"type": "tag", "content": {"type": "any_text"}, "end": end}
+    tag["begin"] = "" if thinks else begin
+    thoughts = Grammar.from_structural_tag(json.dumps({"type": "structural_tag", "format": tag}))
+    after = Grammar.concat(thoughts, Grammar.from_ebnf(r"root ::= [\n]*"), calls)
+    return after if thinks else Grammar.union(calls, after)
+
+
+_TEXT = ("input_ids", "attention_mask", "token_type_ids")
+"""Arguments of a generation that hold text."""
+
+
+def take_schema(body: dict[str, Any]) -> str | None:
+    """Take the answer's format, which transformers' server ignores, out of a request's body.
+
+    Args:
+        body: The request, which loses `response_format`, or `format` of the Responses API's `text`.
+
+    Returns:
+        The text of a JSON schema, None for any text.
+
+    Raises:
+        ValueError: The format is not known.
+    """
+    text = body.get("text")
+    of_text = text.pop("format", None) if isinstance(text, dict) else None
+    if text == {}:
+        del body["text"]
+    of_body = body.pop("response_format", None)
+    asked: Any = of_text if of_body is None else of_body
+    kind = asked.get("type") if isinstance(asked, Mapping) else None
+    if asked is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return '{"type": "object"}'
+    named = asked.get("json_schema", asked) if kind == "json_schema" else None
+    schema = named.get("schema") if isinstance(named, Mapping) else None
+    if not isinstance(schema, (Mapping, bool)):
+        raise ValueError(
+            f"response_format={asked!r} is not understood: give "
+            '{"type": "json_schema", "json_schema": {"name": NAME, "schema": SCHEMA}}, '
+            '{"type": "json_object"} or {"type": "text"}'
+        )
+    return json.dumps(schema)
+
+
+def obey(request: ServedRequest, given: dict[str, Any], model: Any, tokenizer: Any) -> None:
+    """Add the logits processor of a request's schema or tools to the arguments of a generation.
+
+    Args:
+        request: The request.
+        given: The arguments by name, `input_ids` among them.
+        model: The model.
+        tokenizer: Its tokenizer, or the processor that has it.
+
+    Raises:
+        ValueError: A schema cannot be compiled, xgrammar is not installed, the model's way to call
+            tools is unknown, or it does not read what the messages hold.
+    """
+    has_media = any(hasattr(value, "shape") for name, value in given.items() if name not in _TEXT)
+    if request.media is not None and not has_media:
+        raise ValueError(f"{request.media}: this model reads text alone, so leave that part out")
+    if request.schema is None and request.tools is None:
+        return
+    try:
+        from lookahead_hf import structured
+    except ImportError as error:
+        raise ValueError(f"response_format and tool_choice: {error}") from error
+    if request.tools is not None:
+        own = calling(request.tools, model, tokenizer, given["input_ids"])
+    else:
+        own = structured.json_schema(request.schema, tokenizer)
+    given["logits_processor"] = [*(given.get("logits_processor") or ()), own]
+
+
+def obeying_manager(model: Any, tokenizer: Any) -> Callable[..., Any]:
+    """Return an `init_continuous_batching` whose managers obey the schemas of their requests."""
+    make = model.init_continuous_batching
+
+    def init_continuous_batching(*args: Any, **kwargs: Any) -> Any:
+        manager = make(*args, **kwargs)
+        add = manager.add_request
+
+        def add_request(input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+            request = current.get() or ServedRequest()
+            kwargs["input_ids"] = input_ids
+            try:
+                obey(request, kwargs, model, tokenizer)
+            except ValueError as error:
+                request.refusal = str(error)
+                raise
+            return add(kwargs.pop("input_ids"), *args, **kwargs)
+
+        manager.add_request = add_request
+        return manager
+
+    return init_continuous_batching

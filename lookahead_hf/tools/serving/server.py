@@ -1,0 +1,276 @@
+"""The server: transformers' own with speculation, and its counters."""
+
+from __future__ import annotations
+
+import contextvars
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+from operator import attrgetter
+from typing import Any
+
+import transformers
+from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, generate_latest
+from transformers import GenerationMixin
+
+import lookahead_hf
+from lookahead_hf.call.prepared import Request
+from lookahead_hf.config import SpeculativeConfig
+from lookahead_hf.fallback import TRANSFORMERS
+from lookahead_hf.generation.assembly import build_drafters
+from lookahead_hf.stats import SpeculativeStats
+from lookahead_hf.tools.serving.fields import ServedRequest, allowed, current, listing
+from lookahead_hf.tools.serving.middleware import SpeculativeFields
+from lookahead_hf.tools.serving.schemas import obey, obeying_manager
+
+PREFIX = "lookahead_hf:spec_decode_num_"
+
+
+class Metrics:
+    """Counts what all requests of one server drafted and accepted."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+
+        def counter(name: str, what: str, *labels: str) -> Any:
+            return Counter(PREFIX + name, what, labels, registry=self._registry)
+
+        self._drafts = counter("drafts", "Steps that verified a draft, in every row.")
+        self._draft_tokens = counter("draft_tokens", "Draft tokens verified.")
+        self._accepted = counter("accepted_tokens", "Draft tokens accepted.")
+        self._accepted_at = counter(
+            "accepted_tokens_per_pos", "Draft tokens accepted, by their place.", "position"
+        )
+
+    def count(self, stats: SpeculativeStats) -> None:
+        """Add the statistics of one call of `generate`."""
+        histogram = stats.accepted_histogram  # [most accepted in a step + 1]
+        self._drafts.inc(stats.row_steps)
+        self._draft_tokens.inc(stats.num_drafted)
+        self._accepted.inc(stats.num_accepted)
+        at_least = list(accumulate(reversed(histogram)))[::-1]  # steps that accepted k or more
+        for position, count in enumerate(at_least[1:]):
+            self._accepted_at.labels(position).inc(count)
+
+    def text(self) -> bytes:
+        """Return all counters in Prometheus' text format."""
+        return bytes(generate_latest(self._registry))
+
+
+SEAMS = (
+    "server.build_server",
+    "model_manager.ModelManager.load_model_and_processor",
+    "utils.GenerationState.get_manager",
+    "utils.GenerateManager.submit",
+    "utils.GenerateManager.async_submit",
+)
+"""The parts of `transformers.cli.serving` that are altered."""
+
+
+class Cancelled(Exception):
+    """Ends a generation whose client went away."""
+
+
+class UnknownServerError(RuntimeError):
+    """The server of the installed transformers is not the one that this module alters."""
+
+
+@contextmanager
+def speculating(
+    config: SpeculativeConfig, prepare: Callable[[Any], object] = lambda model: None
+) -> Iterator[None]:
+    """Let servers that transformers builds inside the `with` block generate speculatively.
+
+    Building a server raises ValueError if `config` does not suit its model, such as a pool of
+    another tokenizer.
+
+    Args:
+        config: How to speculate by default.
+        prepare: Called with each model before its first request, such as `warm_up`.
+
+    Raises:
+        UnknownServerError: The installed transformers has another server.
+    """
+    server = _known_server()
+    original = server.build_server
+
+    def build_server(*args: Any, **kwargs: Any) -> Any:
+        app = original(*args, **kwargs)
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        metrics = Metrics()
+
+        def enable(model: Any, processor: Any) -> None:
+            if isinstance(model, GenerationMixin) and not _is_served(model):
+                build_drafters(model, Request(config, tokenizer=processor), 1, False)
+                vars(model)["generate"] = ServedGenerate(model, processor, config, metrics)
+                vars(model)["init_continuous_batching"] = obeying_manager(model, processor)
+                prepare(model)
+
+        manager = given["model_manager"]
+        _enable_models(manager, enable)
+        if hasattr(manager, "get_gen_models"):  # before transformers 5.24
+            manager.get_gen_models = listing(manager)
+        _pass_requests_on(given["generation_state"])
+        app.add_middleware(SpeculativeFields, config=config, models=manager)
+        _add_route(app, metrics)
+        return app
+
+    server.build_server = build_server
+    try:
+        yield
+    finally:
+        server.build_server = original
+
+
+def _known_server() -> Any:
+    """Return the module of `build_server`, after checking that all `SEAMS` exist."""
+    try:
+        from transformers.cli import serving
+        from transformers.cli.serving import model_manager, server, utils  # noqa: F401
+
+        for seam in SEAMS:
+            attrgetter(seam)(serving)
+        inspect.signature(server.build_server).bind_partial(
+            model_manager=None, generation_state=None
+        )
+    except (ImportError, AttributeError, TypeError) as error:
+        raise UnknownServerError(
+            f"the server of transformers {transformers.__version__} is not known ({error}): "
+            f"pip install 'transformers{TRANSFORMERS}', or a later lookahead-hf"
+        ) from error
+    return server
+
+
+def _enable_models(manager: Any, enable: Callable[[Any, Any], None]) -> None:
+    """Enable the manager's models, now and as it loads them."""
+    load = manager.load_model_and_processor
+
+    def load_and_enable(*args: Any, **kwargs: Any) -> Any:
+        try:
+            model, processor = load(*args, **kwargs)
+        except (OSError, ValueError) as error:
+            if (request := current.get()) is not None:
+                why = str(error).strip().partition("\n")[0]
+                request.refusal = f"the model cannot be loaded: {why}"
+            raise
+        enable(model, processor)
+        return model, processor
+
+    for timed in manager.loaded_models.values():
+        enable(timed.model, timed.processor)
+    manager.load_model_and_processor = load_and_enable
+
+
+def _pass_requests_on(state: Any) -> None:
+    """Let tasks of generating threads run in the context of their request."""
+    from transformers.cli.serving.utils import GenerateManager
+
+    get_manager = state.get_manager
+
+    def in_context(submit: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: submit(contextvars.copy_context().run, *args, **kwargs)
+
+    def get(*args: Any, **kwargs: Any) -> Any:
+        manager = get_manager(*args, **kwargs)
+        if isinstance(manager, GenerateManager) and "submit" not in vars(manager):
+            for name in ("submit", "async_submit"):
+                setattr(manager, name, in_context(getattr(manager, name)))
+        return manager
+
+    state.get_manager = get
+
+
+def _add_route(app: Any, metrics: Metrics) -> None:
+    def show() -> Any:
+        return Response(metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    app.add_api_route("/metrics", show, response_model=None, include_in_schema=False)
+
+
+def _is_served(model: Any) -> bool:
+    return isinstance(vars(model).get("generate"), ServedGenerate)
+
+
+class ServedGenerate:
+    """Replaces `generate` of a served model, and applies the fields of the current request.
+
+    Args:
+        model: The model, which gets enabled.
+        tokenizer: Its tokenizer, or the processor that has it.
+        config: How to speculate by default.
+        metrics: Counts draft tokens.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any, config: SpeculativeConfig, metrics: Metrics
+    ) -> None:
+        self._generate = lookahead_hf.enable(model, config).generate
+        self._model, self._tokenizer, self._config = model, tokenizer, config
+        lookahead_hf.on_stats(model, metrics.count)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        request = current.get() or ServedRequest()
+        if request.is_cancelled:
+            raise Cancelled
+        config = kwargs.get("generation_config")
+        if request.samples and config is not None:
+            config.do_sample = True
+        if request.prediction is not None:
+            kwargs["prediction"] = request.prediction
+        if kwargs.get("streamer") is not None or _takes_streamer(self._model, config):
+            kwargs["streamer"] = _Watched(request, kwargs.get("streamer"), self._model)
+        try:
+            obey(request, kwargs, self._model, self._tokenizer)
+            kwargs["speculative"] = self._speculative(request, config)
+            output = self._generate(*args, **kwargs)
+        except ValueError as error:
+            request.refusal = str(error)
+            raise
+        request.stats = lookahead_hf.last_stats(self._model)
+        return output
+
+    def _speculative(self, request: ServedRequest, config: Any) -> Any:
+        """Return how to speculate: as the request says, else the model, else the server.
+
+        A client can send a generation config of its own, which must not open files either.
+        """
+        if request.speculative is not None:
+            return request.speculative
+        asked = getattr(config, "speculative", None)
+        of_model = getattr(self._model.generation_config, "speculative", None)
+        if asked is not None and asked != of_model:
+            return allowed(asked, self._config)
+        return self._config if of_model is None else of_model
+
+
+def _takes_streamer(model: Any, config: Any) -> bool:
+    """Whether a request without a streamer can get one: not for beams."""
+    beams = [getattr(each, "num_beams", None) for each in (config, model.generation_config)]
+    return not model.config.is_encoder_decoder and (beams[0] or beams[1] or 1) == 1
+
+
+class _Watched:
+    """Wraps a request's streamer, or stands in for a missing one.
+
+    It ends the generation if the client went away, and stores the statistics before the client sees
+    the end of the text.
+    """
+
+    def __init__(self, request: ServedRequest, streamer: Any, model: Any) -> None:
+        self._request, self._streamer, self._model = request, streamer, model
+
+    def put(self, value: Any) -> None:
+        """Pass a value on: the prompt, [1, length], or a token, [1]."""
+        if self._request.is_cancelled:
+            raise Cancelled
+        self._request.has_begun |= value.ndim == 1
+        if self._streamer is not None:
+            self._streamer.put(value)
+
+    def end(self) -> None:
+        """Pass the end of the text on."""
+        self._request.stats = lookahead_hf.last_stats(self._model)
+        if self._streamer is not None:
+            self._streamer.end()

@@ -1,0 +1,1 @@
+"""Pages and files that show a trace."""

@@ -1,0 +1,116 @@
+"""A version of transformers that works in an unknown way is named as the reason, never hidden."""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+from transformers.utils import ModelOutput
+
+import lookahead_hf
+from lookahead_hf import FallbackReason, SpeculationFallbackWarning
+from lookahead_hf.call import admission
+from lookahead_hf.fallback import TRANSFORMERS
+from lookahead_hf.model.compat import forwards
+from tests.helpers.caches import CACHE
+from tests.helpers.calls import GREEDY, prompt
+from tests.helpers.models import tiny
+
+
+@pytest.fixture(autouse=True)
+def _asked_anew() -> Iterator[None]:
+    """Forget what the process knows of transformers, before and after each test."""
+    known = admission.stock_refusal, forwards._signature
+    for each in known:
+        each.cache_clear()
+    yield
+    for each in known:
+        each.cache_clear()
+
+
+def test_this_version_is_known() -> None:
+    state = torch.get_rng_state()
+    assert admission.stock_refusal() == ""
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def _renamed_argument(forward: Any) -> Any:
+    def renamed(self: Any, input_ids: Any = None, kv_states: Any = None, **more: Any) -> Any:
+        return forward(self, input_ids, **more)
+
+    return renamed
+
+
+@dataclass
+class Output(ModelOutput):
+    """A causal model's output whose cache has another name."""
+
+    logits: Any = None
+    kv_states: Any = None
+    hidden_states: Any = None
+    attentions: Any = None
+
+
+Output.__module__ = "transformers.modeling_outputs"
+
+
+def _renamed_field(forward: Any) -> Any:
+    @functools.wraps(forward)
+    def renamed(*args: Any, **kwargs: Any) -> Any:
+        own = forward(*args, **kwargs)
+        return Output(own.logits, own[CACHE], own.hidden_states, own.attentions)
+
+    return renamed
+
+
+@pytest.mark.parametrize("renamed", [_renamed_argument, _renamed_field])
+def test_what_was_renamed_is_reported(renamed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lookahead_hf.enable(tiny("llama"))
+    own = LlamaForCausalLM.forward
+    call = {"input_ids": prompt(), **GREEDY}
+    expected = model.generate(**call)
+    monkeypatch.setattr(LlamaForCausalLM, "forward", renamed(own))
+    with pytest.warns(SpeculationFallbackWarning, match=r"\[version\].*pip install") as found:
+        got = model.generate(**call, speculative=True)
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason is FallbackReason.VERSION
+    assert f"transformers{TRANSFORMERS}" in str(found[0].message)
+    assert torch.equal(got, expected)
+
+
+def test_an_unknown_model_is_not_the_versions_fault() -> None:
+    model = lookahead_hf.enable(tiny("llama"))
+    model.config.model_type = "rwkv"
+    with pytest.warns(SpeculationFallbackWarning, match=r"\[model\]"):
+        model.generate(prompt(), **GREEDY, speculative=True)
+
+
+PROGRAM = """
+from transformers import cache_utils
+del cache_utils.StaticLayer
+import lookahead_hf
+lookahead_hf.enable
+"""
+
+
+def test_a_missing_class_is_reported() -> None:
+    run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    assert run.returncode == 1
+    last = run.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError") and "StaticLayer" in last
+    assert f"pip install 'transformers{TRANSFORMERS}'" in last
+
+
+def test_the_package_installs_beside_tested_versions_alone() -> None:
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    ranges = re.findall(r'"transformers(?:\[\w+\])?([<>=].*?)"', project)
+    assert {*ranges} == {TRANSFORMERS}

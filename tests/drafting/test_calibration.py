@@ -1,0 +1,193 @@
+"""Learning acceptance rates from verdicts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lookahead_hf.draft import DraftTree, Evidence, Verdict
+from lookahead_hf.drafting import _numba
+from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.drafting.ensemble import Ensemble
+from lookahead_hf.drafting.rates import MEMORY, PRIOR_WEIGHT, Calibration, KeptRates
+from lookahead_hf.drafting.sources.user import Adapted
+from tests.helpers.drafts import Fixed
+from tests.oracles import drafting as oracle
+
+
+def source_of(name: str = "scripted", num_buckets: int = 3) -> Fixed:
+    return Fixed(*[0.5] * num_buckets, name=name)
+
+
+def draft(
+    rows: list[tuple[list[int], list[int]]], entries: list[list[tuple[int, int]]]
+) -> DraftTree:
+    """A tree whose node i carries the (source, bucket) pairs `entries[i]`."""
+    tree = DraftTree.from_rows(rows)
+    flat = [entry for node in entries for entry in node]
+    evidence = Evidence(
+        np.cumsum([0, *map(len, entries)]),
+        np.array([source for source, _ in flat], np.int32),
+        np.array([bucket for _, bucket in flat], np.int32),
+    )
+    return replace(tree, evidence=evidence)
+
+
+def verdict(*rows: tuple[list[int], list[int]]) -> Verdict:
+    """From (path, emitted tokens) per row."""
+    paths, emitted = zip(*rows, strict=True)
+    return Verdict.from_rows(emitted, paths)
+
+
+def gained(calibration: Calibration) -> list[tuple[float, float]]:
+    return list(zip(*calibration.gained.tolist(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("parents", "path", "emitted", "expected"),
+    [
+        # 1 is right, 2 wrong; below 1: 3 wrong; below 2: 4 was never tested.
+        ([-1, -1, 0, 1], [0], [1, 9], [(1, 1), (0, 1), (0, 1)]),
+        # The text stops at token 2, which node 1 proposed: it stands for the bonus token.
+        ([-1, 0, 1, 1], [0], [1, 2], [(1, 1), (1, 1), (0, 0)]),
+    ],
+)
+def test_only_children_of_right_nodes_are_evidence(
+    parents: list[int], path: list[int], emitted: list[int], expected: list[tuple[int, int]]
+) -> None:
+    calibration = Calibration([source_of()])
+    tree = draft([([1, 2, 3, 4], parents)], [[(0, 0)], [(0, 1)], [(0, 2)], [(0, 2)]])
+    calibration.update(tree, verdict((path, emitted)))
+    assert gained(calibration) == expected
+
+
+def test_every_source_of_a_node_learns_and_rows_that_sat_out_do_not() -> None:
+    calibration = Calibration([source_of(), source_of("other")])
+    tree = draft([([5], [-1]), ([5], [-1])], [[(0, 0), (1, 2)], [(0, 1)]])
+    calibration.update(tree, verdict(([0], [5, 6]), ([], [])))
+    assert gained(calibration) == [(1, 1), (0, 0), (0, 0), (0, 0), (0, 0), (1, 1)]
+
+
+def test_rates_start_at_the_prior_and_are_seen_live_by_the_drafter() -> None:
+    source = source_of()
+    calibration = Calibration([source])
+    Ensemble([source], calibration, 1)
+    assert source.rates.tolist() == [0.5, 0.5, 0.5]
+    tree = draft([([1], [-1])], [[(0, 1)]])
+    calibration.update(tree, verdict(([], [9])))
+    expected = 0.5 * PRIOR_WEIGHT / (PRIOR_WEIGHT + 1)
+    np.testing.assert_allclose(source.rates, [0.5, expected, 0.5], rtol=1e-6)
+
+
+def test_rates_follow_a_text_that_changes() -> None:
+    calibration = Calibration([source_of()])
+    tree = draft([([1], [-1])], [[(0, 0)]])
+    for _ in range(3000):
+        calibration.update(tree, verdict(([0], [1, 2])))
+    assert calibration.rates[0] > 0.94
+    assert calibration.counts[1, 0] <= MEMORY
+    for _ in range(int(2 * MEMORY)):
+        calibration.update(tree, verdict(([], [9])))
+    assert calibration.rates[0] < 0.2
+
+
+def learn(kept: KeptRates, *sources: Drafter, times: int = 1000) -> None:
+    """A call in which the first bucket of every source is always right."""
+    calibration = kept.lease(sources, do_sample=False)
+    tree = draft([([1], [-1])], [[(index, 0) for index in range(len(sources))]])
+    for _ in range(times):
+        calibration.update(tree, verdict(([0], [1, 2])))
+    kept.merge(calibration, sources, do_sample=False)
+
+
+def test_calls_inherit_rates_but_can_outweigh_them() -> None:
+    kept, source = KeptRates(), source_of()
+    learn(kept, source)
+    second = kept.lease([source], do_sample=False)
+    assert second.rates[0] > 0.8
+    assert second.counts[1, 0] == pytest.approx(MEMORY)
+    assert second.gained.sum() == 0
+    assert kept.lease([source], do_sample=True).rates[0] == 0.5
+
+
+def test_drafters_of_two_classes_have_rates_of_their_own() -> None:
+    class Namesake(Fixed):
+        """Another one of the same name."""
+
+    kept = KeptRates()
+    learn(kept, source_of())
+    namesake = Namesake(0.5, 0.5, 0.5, name="scripted")
+    assert kept.lease([namesake], do_sample=False).rates[0] == 0.5
+    assert kept.lease([source_of(num_buckets=4)], do_sample=False).rates[0] == 0.5
+    first, second = Adapted(source_of()), Adapted(namesake)
+    assert first.kept_as != second.kept_as
+    learn(kept, first, second)
+    assert kept.lease([Adapted(source_of())], do_sample=False).rates[0] > 0.8
+
+
+def test_kept_rates_are_bounded() -> None:
+    kept = KeptRates(capacity=2)
+    learn(kept, source_of())
+    learn(kept, source_of("other"))
+    learn(kept, source_of())  # used again, so that the other one is the longest unused
+    learn(kept, source_of(num_buckets=4))
+    assert [row.source for row in kept.table()] == ["scripted", "scripted"]
+    assert kept.lease([source_of("other")], do_sample=False).rates[0] == 0.5
+    assert kept.lease([source_of()], do_sample=False).rates[0] > 0.8
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[DraftTree, Verdict]:
+    """A draft of random rows and a verdict that walks down each row's tree some way."""
+    rows, outcomes = [], []
+    for _ in range(draw(st.integers(1, 3))):
+        size = draw(st.integers(0, 10))
+        parents = [draw(st.integers(-1, node - 1)) for node in range(size)]
+        tokens = draw(st.lists(st.integers(0, 4), min_size=size, max_size=size))
+        rows.append((tokens, parents))
+        path: list[int] = []
+        while children := [n for n in range(size) if parents[n] == (path[-1] if path else -1)]:
+            if draw(st.booleans()):
+                break
+            path.append(draw(st.sampled_from(children)))
+        live = draw(st.booleans())
+        path = path if live else []
+        outcomes.append((path, [tokens[n] for n in path] + [draw(st.integers(0, 4))] * live))
+    count = sum(len(tokens) for tokens, _ in rows)
+    entry = st.tuples(st.integers(0, 1), st.integers(0, 2))
+    entries = [draw(st.lists(entry, max_size=3, unique=True)) for _ in range(count)]
+    return draft(rows, entries), verdict(*outcomes)
+
+
+@settings(max_examples=150, deadline=None)
+@given(step=steps(), memory=st.sampled_from([2.0, 50.0]))
+def test_compiled_and_plain_functions_learn_the_same(
+    step: tuple[DraftTree, Verdict], memory: float
+) -> None:
+    tree, result = step
+    evidence = tree.evidence
+    assert evidence is not None
+    learned = []
+    functions: Any
+    for functions in (_numba, oracle):
+        outcome = functions.tested_nodes(
+            tree.row_offsets, tree.token_ids, tree.parents, result.token_offsets, result.token_ids
+        )
+        counts, gained = np.zeros((2, 6)), np.zeros((2, 6))
+        rates, sources = np.zeros(6, np.float32), np.zeros((3, 3, 2), np.int64)
+        functions.learn_rates(
+            outcome, evidence.offsets, evidence.source, evidence.bucket,
+            np.array([0, 3, 6]), np.full(6, 0.3, np.float32), 6.0, memory, counts, gained, rates,
+        )  # fmt: skip
+        exclusive = functions.count_sources(
+            tree.row_offsets, evidence.offsets, evidence.source,
+            result.path_offsets, result.path, sources,
+        )  # fmt: skip
+        learned.append((outcome, counts, gained, rates, sources, exclusive))
+    for one, other in zip(*learned, strict=True):
+        np.testing.assert_array_equal(one, other)

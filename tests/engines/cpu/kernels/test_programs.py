@@ -1,0 +1,242 @@
+"""The compiled kernels against torch, and against themselves in other blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lookahead_hf.engines.cpu.kernels import fields
+from lookahead_hf.engines.cpu.kernels.fields import bits
+from lookahead_hf.engines.cpu.kernels.program import Plan, Workspace
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+SIZES = ((1, 1), (3, 5), (40, 33), (64, 96), (130, 4), (576, 48))
+"""Inputs and outputs of a linear layer: multiples of a vector, and others."""
+
+
+def run(operations: list[dict[int, int]], dtype: torch.dtype, num_tokens: int) -> None:
+    """Carry out operations, given by the values of their fields."""
+    ops = np.zeros((len(operations), fields.OP_FIELDS), np.int64)
+    for at, values in enumerate(operations):
+        ops[at, list(values)] = list(values.values())
+    Workspace(ops, dtype).run(0, len(ops), num_tokens, 1 << 18)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: Any = None, **given: int) -> torch.Tensor:
+    """Multiply `x`, [tokens, in], by a weight, [out, in], with the kernel."""
+    out = x.new_full((len(x), len(weight)), float("nan"))
+    if given.get("MODE") == fields.ADD:
+        out = torch.ones_like(out)
+    op = {
+        fields.KIND: fields.LINEAR,
+        fields.SOURCE: x.data_ptr(),
+        fields.TARGET: out.data_ptr(),
+        fields.WEIGHT: weight.data_ptr(),
+        fields.BIAS: 0 if bias is None else bias.data_ptr(),
+        fields.SIZE: weight.shape[1],
+        fields.OUTPUTS: len(weight),
+        fields.PIECE: 32,
+        fields.FACTOR: bits(1.0),
+    }
+    run([op | {getattr(fields, name): value for name, value in given.items()}], x.dtype, len(x))
+    return out
+
+
+def error(ours: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference, relative to the largest number."""
+    return float((ours.float() - expected.float()).abs().max() / expected.float().abs().max())
+
+
+def limit(dtype: torch.dtype) -> float:
+    return {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("num_tokens", [1, 2, 5, 6, 7, 13, 19, 128])
+def test_a_linear_layer_is_torchs(
+    dtype: torch.dtype, sizes: tuple[int, int], num_tokens: int
+) -> None:
+    x, weight = torch.randn(num_tokens, sizes[0]).to(dtype), torch.randn(*sizes[::-1]).to(dtype)
+    bias = torch.randn(sizes[1]).to(dtype)
+    expected = nn.functional.linear(x.double(), weight.double(), bias.double())
+    assert error(linear(x, weight, bias), expected) < limit(dtype)
+    without = nn.functional.linear(x.double(), weight.double())
+    assert error(linear(x, weight), without) < limit(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_beside_a_token_does_not_change_its_bits(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(64, 200).to(dtype), torch.randn(70, 200).to(dtype)
+    whole = linear(x, weight)
+    for width in (1, 2, 3, 4, 5, 6, 7, 12, 13, 33):
+        parts = [linear(x[at : at + width].clone(), weight) for at in range(0, 64, width)]
+        assert torch.equal(torch.cat(parts), whole), width
+
+
+def test_results_are_added_times_a_factor() -> None:
+    x, weight = torch.randn(3, 64), torch.randn(32, 64)
+    added = linear(x, weight, MODE=fields.ADD, FACTOR=bits(0.25))
+    assert error(added, 1 + 0.25 * x @ weight.T) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("flavour", "own"),
+    [(fields.SILU, nn.SiLU()), (fields.GELU_TANH, nn.GELU(approximate="tanh"))],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activations_are_torchs(flavour: int, own: nn.Module, dtype: torch.dtype) -> None:
+    x = torch.linspace(-100, 100, 4001, dtype=dtype)[:, None]
+    activated = linear(x, torch.ones(1, 1, dtype=dtype), FLAVOUR=flavour)
+    difference = (activated.float() - own(x.float())).abs()
+    assert bool((difference <= limit(dtype) * (0.1 + own(x.float()).abs())).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [7, 48, 576])
+@pytest.mark.parametrize("flavour", range(4))
+def test_norms(dtype: torch.dtype, size: int, flavour: int) -> None:
+    x, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((9, size), (size,), (size,)))
+    wide, w = x.float(), weight.float()
+    scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+    expected = {
+        fields.RMS: weight * scaled.to(dtype),
+        fields.RMS_WEIGHTED_WIDE: (w * scaled).to(dtype),
+        fields.RMS_FROM_ONE: (scaled * (1 + w)).to(dtype),
+        fields.LAYER_NORM: nn.functional.layer_norm(wide, (size,), w, bias.float(), 1e-5),
+    }[flavour]
+    out = torch.empty_like(x)
+    run(
+        [
+            {
+                fields.KIND: fields.NORM,
+                fields.SOURCE: x.data_ptr(),
+                fields.TARGET: out.data_ptr(),
+                fields.WEIGHT: weight.data_ptr(),
+                fields.BIAS: bias.data_ptr() if flavour == fields.LAYER_NORM else 0,
+                fields.SIZE: size,
+                fields.HEADS: 1,
+                fields.FLAVOUR: flavour,
+                fields.EPSILON: bits(1e-5),
+            }
+        ],
+        dtype,
+        len(x),
+    )
+    assert error(out, expected) < limit(dtype)
+
+
+def attended(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: np.ndarray, limit: float = 0.0
+) -> torch.Tensor:
+    """Attend with the kernel.
+
+    Args:
+        q: Queries, [rows, width, heads, dim].
+        k: Keys, [rows, slots, shared, dim].
+        v: Values, the same.
+        seen: Whether a token sees a slot, [rows, width, slots].
+        limit: Limit of the scores, 0 for none.
+    """
+    rows, width, heads, dim = q.shape
+    out, slots = torch.empty_like(q), k.shape[1]
+    counts, firsts = np.full(rows, width, np.int64), np.arange(rows) * slots
+    plan = Plan(np.zeros(rows * width, np.int64), [(seen, counts, firsts)])
+    op = {
+        fields.KIND: fields.ATTEND,
+        fields.SOURCE: q.data_ptr(),
+        fields.TARGET: out.data_ptr(),
+        fields.WEIGHT: k.data_ptr(),
+        fields.WEIGHT_2: v.data_ptr(),
+        fields.HEADS: heads,
+        fields.SHARED: k.shape[2],
+        fields.SIZE: dim,
+        fields.PLAN: plan.address,
+        fields.FACTOR: bits(dim**-0.5),
+        fields.EPSILON: bits(limit),
+    }
+    run([op], q.dtype, rows * width)
+    return out
+
+
+def tree_mask(rows: int, width: int, slots: int, seed: int, window: int = 0) -> np.ndarray:
+    """What the tokens of random trees behind random prefixes see, [rows, width, slots]."""
+    random = np.random.default_rng(seed)
+    seen = np.zeros((rows, width, slots), bool)
+    for row in range(rows):
+        length = int(random.integers(0, slots - width + 1))
+        depth = np.zeros(width, int)
+        for token in range(width):
+            parent = int(random.integers(-1, token)) if token else -1
+            if parent >= 0:
+                seen[row, token] = seen[row, parent]
+                depth[token] = depth[parent] + 1
+            else:
+                seen[row, token, :length] = True
+            seen[row, token, length + token] = True
+            if window:
+                seen[row, token, : max(0, length + depth[token] + 1 - window)] = False
+    return seen
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [8, 12, 64, 80, 96, 128])
+@pytest.mark.parametrize(("heads", "shared"), [(4, 4), (6, 2), (3, 1)])
+@pytest.mark.parametrize("window", [0, 5])
+def test_attention_is_torchs(
+    dtype: torch.dtype, dim: int, heads: int, shared: int, window: int
+) -> None:
+    rows, width, slots = 3, 9, 40
+    q = torch.randn(rows, width, heads, dim).to(dtype)
+    k, v = (torch.randn(rows, slots, shared, dim).to(dtype) for _ in range(2))
+    seen = tree_mask(rows, width, slots, dim + heads, window)
+    hidden = torch.from_numpy(~seen.any(1))
+    k[hidden] = v[hidden] = float("nan")  # what no token sees is not read
+    expected = nn.functional.scaled_dot_product_attention(
+        q.transpose(1, 2).double(),
+        k.nan_to_num().transpose(1, 2).double(),
+        v.nan_to_num().transpose(1, 2).double(),
+        attn_mask=torch.from_numpy(seen)[:, None],
+        enable_gqa=True,
+    ).transpose(1, 2)
+    assert error(attended(q, k, v, seen), expected) < limit(dtype)
+
+
+def test_scores_are_limited() -> None:
+    q, k, v = torch.randn(1, 3, 2, 16), torch.randn(1, 20, 2, 16), torch.randn(1, 20, 2, 16)
+    seen = tree_mask(1, 3, 20, 0)
+    scores = torch.einsum("btHd,bsHd->bHts", 4 * q, k) / 4
+    scores = 2.0 * torch.tanh(scores / 2.0)
+    weights = scores.masked_fill(~torch.from_numpy(seen)[:, None], -torch.inf).softmax(-1)
+    expected = torch.einsum("bHts,bsHd->btHd", weights, v)
+    assert error(attended(4 * q, k, v, seen, limit=2.0), expected) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_has_the_same_bits_wherever_unseen_tokens_are(dtype: torch.dtype) -> None:
+    """A node sees its ancestors in other slots, beside other nodes, in another row."""
+    heads, dim, length, depth = 2, 48, 37, 4
+    q = torch.randn(1, depth, heads, dim).to(dtype)
+    k, v = (torch.randn(1, 64, heads, dim).to(dtype) for _ in range(2))
+    chain = np.tri(depth, 64, length, dtype=bool)[None]
+    whole = attended(q, k, v, chain)
+    places = [2, 3, 7, 11]  # of the chain's tokens in a block of 12
+    wide_q = torch.randn(2, 12, heads, dim).to(dtype)
+    wide_k, wide_v = (torch.randn(2, 64, heads, dim).to(dtype) for _ in range(2))
+    seen = np.zeros((2, 12, 64), bool)
+    for row in range(2):
+        seen[row, :, : length - 5] = True
+        seen[row, np.arange(12), length - 5 + np.arange(12)] = True
+    wide_k[1, :length], wide_v[1, :length] = k[0, :length], v[0, :length]
+    for at, place in enumerate(places):
+        wide_q[1, place] = q[0, at]
+        wide_k[1, length + place], wide_v[1, length + place] = k[0, length + at], v[0, length + at]
+        seen[1, place] = False
+        seen[1, place, :length] = True
+        seen[1, place, [length + each for each in places[: at + 1]]] = True
+    assert torch.equal(attended(wide_q, wide_k, wide_v, seen)[1, places], whole[0])

@@ -1,0 +1,202 @@
+"""Whether programs of layers stay within weights, buffers and caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lookahead_hf.cache.slots import Block
+from lookahead_hf.engines.cpu.kernels import fields
+from lookahead_hf.engines.cpu.kernels.program import MOST_TOKENS, Plan
+from lookahead_hf.engines.cpu.layers.descriptions import of_layer, of_linear
+from lookahead_hf.engines.cpu.layers.programs import Unknown
+from lookahead_hf.engines.cpu.layers.room import Room, Unit, plan_of
+from lookahead_hf.engines.cpu.layers.step import LayerStep
+from lookahead_hf.runner.forward import ForwardContext
+from tests.helpers.bounds import bounds_checked, check_plan
+from tests.helpers.caches import CACHE
+from tests.helpers.changes import freed, on_meta, shrunk
+from tests.helpers.compiled import run
+from tests.helpers.models import tiny
+from tests.helpers.slots import cache_of
+
+NAMES = ("llama", "qwen3", "mistral", "gemma3")
+
+
+def cut(module: Any, rows: int, columns: int | None = None) -> None:
+    """Cut a weight, whatever the module says of its size."""
+    module.weight = nn.Parameter(module.weight[:rows, :columns].clone())
+
+
+def shorter(norm: Any) -> None:
+    norm.weight = nn.Parameter(norm.weight[:-1].clone())
+
+
+CUTS: dict[str, Callable[[Any], None]] = {
+    "q": lambda layer: cut(layer.self_attn.q_proj, -12),
+    "k": lambda layer: cut(layer.self_attn.k_proj, -12),
+    "v": lambda layer: cut(layer.self_attn.v_proj, -12),
+    "columns of q": lambda layer: cut(layer.self_attn.q_proj, 48, 40),
+    "columns of o": lambda layer: cut(layer.self_attn.o_proj, 48, 40),
+    "rows of o": lambda layer: cut(layer.self_attn.o_proj, 40),
+    "gate": lambda layer: cut(layer.mlp.gate_proj, 90),
+    "up": lambda layer: cut(layer.mlp.up_proj, 90),
+    "columns of up": lambda layer: cut(layer.mlp.up_proj, 96, 40),
+    "columns of down": lambda layer: cut(layer.mlp.down_proj, 48, 90),
+    "rows of down": lambda layer: cut(layer.mlp.down_proj, 40),
+    "first norm": lambda layer: shorter(layer.input_layernorm),
+    "second norm": lambda layer: shorter(layer.post_attention_layernorm),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_weights_that_do_not_fit_are_not_computed(name: str) -> None:
+    layer = tiny("llama").model.layers[0]
+    of_layer(layer)
+    CUTS[name](layer)
+    with pytest.raises(Unknown):
+        of_layer(layer)
+
+
+@pytest.mark.parametrize("change", [on_meta, freed])
+def test_a_weight_without_memory_is_not_computed(change: Callable[[Any], None]) -> None:
+    model = tiny("llama")
+    program = of_layer(model.model.layers[1])
+    change(model)
+    assert program.is_changed()
+    with pytest.raises(Unknown):
+        of_layer(model.model.layers[1])
+
+
+def of_other_dtype(model: Any) -> None:
+    """As another thread moves a model after its layers were noted."""
+    model.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("change", [freed, shrunk, of_other_dtype])
+def test_memory_is_asked_for_again_before_it_is_read(change: Callable[[Any], None]) -> None:
+    model = tiny("llama")
+    module = model.model.layers[1].mlp.up_proj
+    unit = Unit(module, of_linear(module), 0)
+    x, out = torch.randn(1, 48), torch.empty(1, 96)
+    given = (x.data_ptr(), out.data_ptr(), 0, 0, 0, 0, 0, 0, 0)
+    room = Room([unit])
+    room.run([unit], [given], 1, 0)
+    torch.testing.assert_close(out, module(x))
+    change(model)
+    with pytest.raises(RuntimeError, match="freed or changed within a forward"):
+        room.run([unit], [given], 1, 0)
+
+
+# Plans.
+
+
+def planned(mask: Any, rows: int = 1, width: int = 2, **block: Any) -> Plan | None:
+    """Plan a block behind three slots of one row in a cache of eight."""
+    given = {"span": slice(3, 5), "flat_slots": None, "visible": 5} | block
+    group: Any = SimpleNamespace(block=Block(**given), capacity=8, dropped=np.zeros(1, np.int64))
+    return plan_of(mask, group, rows, width, None)
+
+
+SEEN = torch.ones(1, 1, 2, 5, dtype=torch.bool).tril(3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mask_hides_or_shows_and_does_nothing_else(dtype: torch.dtype) -> None:
+    assert planned(SEEN) is not None
+    for lowest in (torch.finfo(dtype).min, -torch.inf):
+        mask = torch.zeros(SEEN.shape, dtype=dtype).masked_fill(~SEEN, lowest)
+        plan = planned(mask)
+        assert plan is not None and plan.segments[0, fields.END] == 4
+        for bias in (-1.0, 1e4, torch.nan, torch.inf):
+            biased = mask.clone()
+            biased[..., 1] = bias
+            assert planned(biased) is None
+
+
+def test_a_block_outside_of_the_cache_has_no_plan() -> None:
+    assert planned(SEEN, span=slice(7, 9)) is None
+    assert planned(SEEN, span=slice(3, 6)) is None  # more places than tokens
+    assert planned(SEEN.expand(2, -1, -1, -1), rows=2) is None  # more rows than the cache has
+    wide = torch.ones(1, 1, 2, 9, dtype=torch.bool)
+    assert planned(wide, visible=9) is None
+    assert planned(SEEN, span=None, flat_slots=torch.tensor([3, 4])) is not None
+    assert planned(SEEN, span=None, flat_slots=torch.tensor([3, -1])) is None
+    assert planned(SEEN, span=None, flat_slots=torch.tensor([3, 4, 5])) is None
+
+
+@pytest.mark.parametrize("name", ["k_store", "v_store"])
+def test_a_store_of_other_slots_than_the_cache_is_not_written(name: str) -> None:
+    cache = cache_of(None, [3, 3])
+    stores = cache.each_group()[0].layers[0]
+    given = {"layer_index": 0, "shared_heads": 1, "head_dim": stores.k_store.shape[3]}
+    program = SimpleNamespace(dtype=stores.k_store.dtype, is_rotated=False, **given)
+    module = SimpleNamespace(self_attn=SimpleNamespace(config=None))
+    unit: Any = SimpleNamespace(program=program, module=module)
+    step: Any = LayerStep(Room([]), None, ForwardContext())
+    step._shared_by_layers = lambda *_: (0, 0, 0, 0, 0)
+    for cut in (slice(None), (slice(None), slice(-1)), slice(1)):
+        kept = getattr(stores, name)
+        setattr(stores, name, kept[cut].clone())
+        given = step._arguments_of(unit, torch.zeros(2, 1, 8), {CACHE: cache})
+        assert (given is None) == (cut != slice(None))
+        setattr(stores, name, kept)
+
+
+# Checks of every call.
+
+
+@pytest.fixture
+def checked() -> Iterator[list[Unit]]:
+    with bounds_checked() as done:
+        yield done
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_families_stay_within_bounds(name: str, checked: list[Unit]) -> None:
+    assert run(tiny(name), True).execution == "compiled"
+    assert len(checked) > 20
+
+
+def test_a_program_out_of_bounds_raises(
+    checked: list[Unit], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tiny("llama").model.layers[1].mlp.up_proj
+    x, out = torch.randn(1, 48), torch.empty(1, 96)
+    given = (x.data_ptr(), out.data_ptr(), 0, 0, 0, 0, 0, 0, 0)
+    unit = Unit(module, of_linear(module), 0)
+    room = Room([unit])
+    room.run([unit], [given], 1, 0)
+    with pytest.raises(IndexError, match="the address of stream"):
+        room.run([unit], [(0, *given[1:])], 1, 0)
+    with pytest.raises(IndexError, match="tokens"):
+        room.run([unit], [given], MOST_TOKENS + 1, 0)
+    monkeypatch.setattr(type(unit.program), "floats", lambda *_: 0)
+    with pytest.raises(IndexError, match="scratch of operation 0"):
+        room.run([unit], [given], 1, 0)
+    unit.program.places[2] = unit.program.places[2]._replace(offset=4 * 48)
+    with pytest.raises(IndexError, match=f"field {fields.WEIGHT} of operation 0"):
+        Room([unit]).run([unit], [given], 1, 0)
+
+
+def test_a_plan_out_of_bounds_raises() -> None:
+    plan = planned(SEEN)
+    assert plan is not None
+    check_plan(plan, 1, 8)
+    with pytest.raises(IndexError, match="slots"):
+        check_plan(plan, 1, 4)
+    for field, value in ((fields.ROW_SLOT, 8), (fields.END, 9), (fields.COUNT, 3)):
+        kept = plan.segments[0, field]
+        plan.segments[0, field] = value
+        with pytest.raises(IndexError, match="outside of their room"):
+            check_plan(plan, 1, 8)
+        plan.segments[0, field] = kept
+    plan.tails[:] = 8
+    with pytest.raises(IndexError, match="tails"):
+        check_plan(plan, 1, 8)

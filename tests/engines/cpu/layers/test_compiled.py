@@ -1,0 +1,726 @@
+"""Layers that compiled kernels compute: families, bits, changes to the model, threads."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from functools import cache, partial, wraps
+from random import Random
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.llama import modeling_llama
+
+import lookahead_hf
+from lookahead_hf.call import execution
+from lookahead_hf.engines.cpu.kernels import fields
+from lookahead_hf.engines.cpu.layers import code
+from lookahead_hf.engines.cpu.layers.compiled import CompiledLayers
+from lookahead_hf.engines.cpu.layers.step import SEGMENT, LayerStep
+from lookahead_hf.model import compat
+from lookahead_hf.model.state import state_of
+from lookahead_hf.runner.forward import ForwardContext
+from tests.helpers.changes import (
+    BREAKING,
+    ODD,
+    adapted,
+    given_a_bias,
+    hidden_method,
+    hooked,
+    lora_of,
+    merged,
+    replaced_data,
+    replaced_parameter,
+)
+from tests.helpers.compiled import Bits, in_a_forward, run
+from tests.helpers.models import VOCAB, prompt, tiny
+from tests.helpers.scripted import RandomTrees, continuations, scripted
+
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 40,
+    "intermediate_size": 72,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 20,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+
+MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True},
+    "mistral": {"sliding_window": 7},
+    "qwen2": {"head_dim": 10},
+    "qwen3": {"layer_types": None},
+    "gemma": {"hidden_activation": "gelu_pytorch_tanh"},
+    "gemma2": MIXED | {"sliding_window": 7, "attn_logit_softcapping": 3.0},
+    "gemma3_text": MIXED | {"sliding_window": 7, "query_pre_attn_scalar": 20},
+    "phi3": {"sliding_window": None, "head_dim": 10},
+    "phi3 in part": {
+        "sliding_window": None,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+    "olmo2": {"head_dim": 10},
+    "granite": {"residual_multiplier": 0.3, "attention_multiplier": 0.2, "head_dim": 10},
+    "smollm3": {"no_rope_layers": [1, 0, 1], "head_dim": 10},
+    "starcoder2": {"sliding_window": None, "head_dim": 10, "use_bias": True},
+}
+"""Families that the kernels know, with what sets them apart."""
+
+
+def of_family(name: str, dtype: torch.dtype = torch.float32, **own: Any) -> Any:
+    """Return a tiny random model of a family, whose norms and biases are random, too."""
+    torch.manual_seed(5)
+    config = CONFIG_MAPPING[name.split()[0]](**(SHAPE | FAMILIES[name] | own))
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.15 * torch.randn_like(parameter))
+    model.generation_config.eos_token_id = None
+    return model.to(dtype)
+
+
+def units(model: Any) -> list[Any]:
+    kept = state_of(model).get(CompiledLayers)
+    assert kept is not None
+    return kept.units
+
+
+@contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Count how many layers each call of the kernels computes."""
+    counts: list[int] = []
+    inner = LayerStep._run
+
+    def counting(self: Any, units: list[Any], *rest: Any) -> None:
+        counts.append(len(units))
+        inner(self, units, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LayerStep, "_run", counting)
+        yield counts
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_family_writes_plains_text(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = of_family(name), prompt(rows, 11)
+    mask = torch.ones_like(ids)
+    mask[-1, :4] = 0 if rows > 1 else 1
+    call = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": False, "output_logits": True}
+    plain = model.generate(ids, **call, return_dict_in_generate=True)
+    config = scripted(continuations(plain.sequences, 11), RandomTrees())
+    with lookahead_hf.enabled(model), counted(monkeypatch) as counts:
+        ours = model.generate(ids, **call, return_dict_in_generate=True, speculative=config)
+        stats = ours.speculative_stats
+        assert stats.fallback_reason is None and stats.num_accepted > 0
+        assert stats.execution == "compiled"
+        assert [unit.is_trusted for unit in units(model)] == [True] * 4  # with the output layer
+        steps = stats.num_steps  # the first of which tries each layer, and the others call once
+        assert counts.count(3) == steps - 1 and counts.count(1) == 3 + steps
+    assert ours.sequences.tolist() == plain.sequences.tolist()
+    for own, other in zip(ours.logits, plain.logits, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-3, atol=1e-3)
+
+
+class OnThreads(RandomTrees):
+    """Random trees; once the prompt is read, the steps run on so many threads."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(seed=count)
+        self.count = count
+
+    def __call__(self, rest: list[int]) -> Any:
+        torch.set_num_threads(self.count)
+        return super().__call__(rest)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "olmo2"])
+def test_the_bits_of_a_text_do_not_depend_on_drafts_or_threads(
+    name: str, dtype: torch.dtype
+) -> None:
+    model, ids = of_family(name, dtype), prompt(1, 11)
+    call = {"max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True}
+    found, threads = [], torch.get_num_threads()
+    with lookahead_hf.enabled(model):
+        model.generate(ids, **call, speculative={"budget": 0})  # finds out whom to trust
+        alone = model.generate(ids, **call, output_logits=True, speculative={"budget": 0})
+        truths = continuations(alone.sequences, 11)
+        for count in (1, 2, 4):
+            config = scripted(truths, OnThreads(count))
+            try:
+                drafted = model.generate(ids, **call, output_logits=True, speculative=config)
+            finally:
+                torch.set_num_threads(threads)
+            assert drafted.speculative_stats.num_accepted > 0
+            assert drafted.speculative_stats.execution == "compiled"
+            found.append(torch.cat(drafted.logits))
+    for logits in found:
+        assert torch.equal(logits, torch.cat(alone.logits))
+
+
+class OfEveryWidth:
+    """Two right tokens and siblings of them: by turns 1 to so many tokens with the last one."""
+
+    def __init__(self, widest: int, threads: int) -> None:
+        self.random, self.widest, self.threads, self.count = Random(0), widest, threads, 0
+
+    def __call__(self, rest: list[int]) -> Any:
+        torch.set_num_threads(self.threads)
+        self.count += 1
+        num_nodes = (self.count * 7 - 7) % self.widest
+        right = rest[: min(2, num_nodes)]
+        others = [token for token in range(VOCAB) if token != (rest or [-1])[0]]
+        siblings = self.random.sample(others, num_nodes - len(right))
+        return right + siblings, [*range(-1, len(right) - 1), *[-1] * len(siblings)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "widest"), [(1, 64), (3, 41)])
+def test_bits_are_the_same_at_every_width(rows: int, widest: int, dtype: torch.dtype) -> None:
+    model, ids = of_family("llama", dtype), prompt(rows, 11)
+    mask, threads = torch.ones_like(ids), torch.get_num_threads()
+    for row in range(1, rows):
+        mask[row, : 3 * row] = 0
+    call = {"max_new_tokens": 3 * widest, "do_sample": False, "attention_mask": mask}
+    call |= {"return_dict_in_generate": True, "output_logits": True}
+    with lookahead_hf.enabled(model):
+        alone = model.generate(ids, **call, speculative={"budget": 0})
+        truths = continuations(alone.sequences, 11)
+        for count in (1, 2, 4):
+            script = OfEveryWidth(widest, count)
+            try:
+                drafted = model.generate(ids, **call, speculative=scripted(truths, script))
+            finally:
+                torch.set_num_threads(threads)
+            stats = drafted.speculative_stats
+            assert stats.num_accepted > 0 and stats.own_code == () and stats.layers["model"] == 0
+            assert rows > 1 or set(stats.budget_histogram) == set(range(widest))
+            assert torch.equal(torch.cat(drafted.logits), torch.cat(alone.logits))
+
+
+def test_a_layer_that_gives_other_results_runs_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version of transformers may change what the code of a known layer stands for."""
+    model, ids = of_family("llama"), prompt(1, 11)
+    monkeypatch.setattr(fields, "SILU", fields.GELU_TANH)
+    plain = model.generate(ids, max_new_tokens=20, do_sample=False)
+    with lookahead_hf.enabled(model):
+        ours = model.generate(ids, max_new_tokens=20, do_sample=False, speculative={"budget": 3})
+        assert [unit.is_trusted for unit in units(model)] == [False] * 3 + [True]
+    assert ours.tolist() == plain.tolist()
+
+
+# Changes to a model.
+
+
+def half() -> Any:
+    return tiny("llama").to(torch.bfloat16)
+
+
+def laid(model: Any) -> list[Any]:
+    return [module for module in model.modules() if compat.CALL in vars(module)]
+
+
+def changed_alike(make: Callable[[], Any], change: Callable[..., None], in_mid_call: bool) -> Bits:
+    """Change a model whose layers are compiled and one whose are not; return the former's bits."""
+    results = []
+    for compiled in (False, True):
+        model = make()
+        if compiled:
+            assert run(model, True).execution == "compiled"
+        with pytest.MonkeyPatch.context() as patch:
+            given = patch if change.__code__.co_varnames[:1] == ("patch",) else model
+            if in_mid_call:
+                results.append(run(model, compiled, lambda given=given: change(given)))
+            else:
+                change(given)
+                results.append(run(model, compiled))
+        assert [each for each in laid(model) if each is not model.model.layers[1].mlp] == []
+    own, ours = (torch.tensor(each.logits) for each in results)
+    assert results[0].text == results[1].text
+    torch.testing.assert_close(ours, own, rtol=1e-3, atol=1e-3)
+    return results[1]
+
+
+def single() -> Any:
+    return tiny("llama")
+
+
+def by_a_patched_function(patch: pytest.MonkeyPatch) -> None:
+    rotate = modeling_llama.apply_rotary_pos_emb
+    patch.setattr(
+        modeling_llama, "apply_rotary_pos_emb", lambda q, k, c, s, *a: rotate(q, k, -c, s, *a)
+    )
+
+
+def by_the_class_of_linear_layers(patch: pytest.MonkeyPatch) -> None:
+    forward = nn.Linear.forward
+    patch.setattr(nn.Linear, "forward", lambda self, x: forward(self, x) * 0.5)
+
+
+def by_functional_linear(patch: pytest.MonkeyPatch) -> None:
+    linear = nn.functional.linear
+    patch.setattr(nn.functional, "linear", lambda *args: linear(*args) * 0.5)
+
+
+def by_the_class_of_norms(patch: pytest.MonkeyPatch) -> None:
+    forward = modeling_llama.LlamaRMSNorm.forward
+    patch.setattr(modeling_llama.LlamaRMSNorm, "forward", lambda self, x: forward(self, x) * 0.5)
+
+
+def by_a_wrapper_of_the_class(patch: pytest.MonkeyPatch) -> None:
+    """One that says what it wraps."""
+    forward = modeling_llama.LlamaMLP.forward
+    patch.setattr(
+        modeling_llama.LlamaMLP, "forward", wraps(forward)(lambda self, x: forward(self, x) * 1.5)
+    )
+
+
+def by_the_call_of_the_class(patch: pytest.MonkeyPatch) -> None:
+    call: Any = nn.Module.__call__
+    patch.setattr(
+        modeling_llama.LlamaMLP, "__call__", lambda self, x: call(self, x) * 0.5, raising=False
+    )
+
+
+def by_the_attention_of_the_file(patch: pytest.MonkeyPatch) -> None:
+    attend = nn.functional.scaled_dot_product_attention
+    patch.setattr(
+        nn.functional, "scaled_dot_product_attention", lambda *a, **k: attend(*a, **k) * 0.5
+    )
+
+
+@pytest.mark.parametrize("in_mid_call", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        by_a_patched_function,
+        by_the_class_of_linear_layers,
+        by_functional_linear,
+        by_the_class_of_norms,
+        by_a_wrapper_of_the_class,
+        by_the_call_of_the_class,
+        by_the_attention_of_the_file,
+    ],
+)
+def test_what_a_forward_reads_counts_at_once(
+    change: Callable[[pytest.MonkeyPatch], None], in_mid_call: bool
+) -> None:
+    before = run(single(), False)
+    assert changed_alike(single, change, in_mid_call).text != before.text
+
+
+def switched(model: Any) -> None:
+    lora_of(model).is_on = False
+
+
+def moved_on(model: Any) -> None:
+    """As an optimiser's step does."""
+    with torch.no_grad():
+        lora_of(model).base.weight.mul_(-1.0)
+
+
+def transposed(model: Any) -> None:
+    """Other strides at the same address."""
+    weight = model.model.layers[1].self_attn.o_proj.weight
+    weight.data = weight.data.T
+
+
+def expanded(model: Any) -> None:
+    weight = model.model.layers[2].self_attn.o_proj.weight
+    weight.data = weight.data[:1].expand(len(weight), -1)
+
+
+def replaced_module(model: Any) -> None:
+    model.model.layers[1].mlp.up_proj = nn.Linear(48, 96, bias=False)
+    model.model.layers[1].mlp.up_proj.weight.data.fill_(0.1)
+
+
+def adapted_later(model: Any) -> None:
+    attended = model.model.layers[2].self_attn
+    attended.k_proj = type(lora_of(model))(attended.k_proj)
+
+
+def pre_hooked(model: Any) -> None:
+    layer = model.model.layers[1].mlp.up_proj
+    layer.register_forward_pre_hook(
+        lambda m, args, kwargs: ((args[0] * 2,), kwargs), with_kwargs=True
+    )
+
+
+def replaced_forward(model: Any) -> None:
+    """As accelerate does for its own hooks."""
+    layer = model.model.layers[1].mlp.down_proj
+    layer.forward = lambda x: nn.functional.linear(x, layer.weight) * 2
+
+
+def other_class(model: Any) -> None:
+    class Doubled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 2
+
+    model.model.layers[1].mlp.up_proj.__class__ = Doubled
+
+
+def rescaled(model: Any) -> None:
+    model.model.layers[2].self_attn.scaling *= 3
+
+
+def other_epsilon(model: Any) -> None:
+    model.model.layers[2].input_layernorm.variance_epsilon = 0.5
+
+
+def other_activation(model: Any) -> None:
+    model.model.layers[2].mlp.act_fn = nn.Tanh()
+
+
+def called_in_another_way(model: Any) -> None:
+    """As `torch.compile` does for a module."""
+    mlp = model.model.layers[1].mlp
+    vars(mlp)[compat.CALL] = lambda x: 1.3 * compat.own_call(mlp, x)
+
+
+def swapped_layers(model: Any) -> None:
+    first, second = model.model.layers[1].mlp, model.model.layers[2].mlp
+    model.model.layers[1].mlp, model.model.layers[2].mlp = second, first
+
+
+CHANGES = (
+    switched, moved_on, replaced_parameter, replaced_data, merged, transposed, expanded,
+    replaced_module, adapted_later, given_a_bias, hooked, pre_hooked, replaced_forward, other_class,
+    rescaled, other_epsilon, other_activation, called_in_another_way, swapped_layers, *ODD,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("in_mid_call", [False, True])
+def test_a_change_to_the_model_counts_at_once(change: Any, in_mid_call: bool) -> None:
+    before = run(adapted(single), True)
+    assert changed_alike(partial(adapted, single), change, in_mid_call).logits != before.logits
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_within_a_forward_counts_at_once(change: Any) -> None:
+    before = run(adapted(single), False)
+    changed = changed_alike(partial(adapted, single), in_a_forward(change), in_mid_call=True)
+    assert changed.logits != before.logits
+
+
+def outcome(model: Any, compiled: bool, change: Callable[[], Any] | None = None) -> Any:
+    """Return the text that a model writes, "raises" if it raises."""
+    try:
+        return run(model, compiled, change).text
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return "raises"
+
+
+@pytest.mark.parametrize("change", BREAKING)
+@pytest.mark.parametrize("in_mid_call", [False, True])
+def test_what_breaks_a_model_raises_as_in_its_own_code(change: Any, in_mid_call: bool) -> None:
+    found = []
+    for compiled in (False, True):
+        model = single()
+        run(model, compiled)
+        if not in_mid_call:
+            change(model)
+        found.append(outcome(model, compiled, partial(change, model) if in_mid_call else None))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("in_mid_call", [False, True])
+def test_a_method_of_an_object_counts_at_once(in_mid_call: bool) -> None:
+    gemma = partial(of_family, "gemma")
+    before = run(gemma(), True)
+    assert changed_alike(gemma, hidden_method, in_mid_call).logits != before.logits
+
+
+MIXABLE = tuple(each for each in CHANGES if each not in (switched, moved_on, merged))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_changes_count_at_once(seed: int) -> None:
+    """Some of them between calls, and others in the middle of one."""
+    random = Random(seed)
+    rounds = [random.sample(MIXABLE, 2) for _ in range(3)]
+    texts: dict[bool, list[Any]] = {False: [], True: []}
+    for compiled, found in texts.items():
+        model = adapted(single)
+        assert run(model, compiled).execution == ("compiled" if compiled else "model")
+        for between, within in rounds:
+            with suppress(AttributeError):  # of what an earlier one has put there
+                between(model)
+            found.append(outcome(model, compiled))
+            found.append(outcome(model, compiled, partial(within, model)))
+    assert texts[True] == texts[False]
+
+
+def test_a_wrapper_that_does_nothing_yet_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, factor = modeling_llama.LlamaMLP.forward, [1.0]
+    wrapper = wraps(forward)(lambda self, x: forward(self, x) * factor[0])
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", wrapper)
+    for is_first in (True, False):  # whom the known code is asked of
+        monkeypatch.setattr(code, "_of_module", cache(code._of_module.__wrapped__))
+        model, factor[0] = single(), 1.0
+        assert is_first or code.is_known("RMSNorm", modeling_llama.LlamaRMSNorm.forward)
+        run(model, True)
+        assert not units(model)
+        factor[0] = 1.5
+        assert run(model, True).text == run(model, False).text
+
+
+def test_a_decorator_with_other_settings_is_other_code() -> None:
+    forward = modeling_llama.LlamaMLP.forward
+    again = FunctionType(forward.__code__, forward.__globals__)
+    assert code.is_known("MLP", again)
+    again.__defaults__ = (None,)
+    assert not code.is_known("MLP", again)
+
+
+def test_attention_registered_as_eager_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers prefers it to the function of the module's file."""
+    model = single()
+    model.set_attn_implementation("eager")
+    assert run(model, True).execution == "compiled"
+
+    def attend(module: Any, *args: Any, **kwargs: Any) -> Any:
+        out, weights = modeling_llama.eager_attention_forward(module, *args, **kwargs)
+        return out * 0.5, weights
+
+    before = run(model, False).text
+    monkeypatch.setitem(AttentionInterface._global_mapping, "eager", attend)
+    changed = run(model, False).text
+    assert run(model, True).text == changed != before
+
+
+def test_attention_in_a_file_of_its_own_is_compared_with_known_code() -> None:
+    """As that of a checkpoint, which may have anything by the name of eager attention."""
+
+    class Attention(modeling_llama.LlamaAttention):
+        pass
+
+    def eager(*args: Any, **kwargs: Any) -> Any:
+        out, weights = modeling_llama.eager_attention_forward(*args, **kwargs)
+        return out * 0.5, weights
+
+    forward = inspect.unwrap(modeling_llama.LlamaAttention.forward)
+    for function in (modeling_llama.eager_attention_forward, eager):
+        own = forward.__globals__ | {"eager_attention_forward": function}
+        Attention.forward = FunctionType(forward.__code__, own, None, forward.__defaults__)
+        model = single()
+        model.set_attn_implementation("eager")
+        for layer in model.model.layers:
+            layer.self_attn.__class__ = Attention
+        stock = compat.is_stock_attention(None, model.model.layers[0].self_attn)
+        is_known = function is not eager
+        assert stock == code.is_known("Attention", Attention.forward) == is_known
+        assert len(units(model) if run(model, True) else ()) == (5 if is_known else 0)
+
+
+def test_a_dropout_that_comes_on_counts() -> None:
+    model = single()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    assert run(model, True).execution == "compiled"
+    kept = state_of(model).get(CompiledLayers)
+    assert kept is not None and kept.is_current()
+    model.train()
+    assert not kept.is_current()
+    assert not CompiledLayers(model).units
+
+
+def one_bias(model: Any) -> None:
+    """torch spreads it over all outputs."""
+    model.model.layers[1].mlp.down_proj.bias = nn.Parameter(torch.full((1,), 0.3))
+
+
+def without_a_weight(model: Any) -> None:
+    """As a loader of quantised weights leaves a layer."""
+    layer = model.lm_head
+    weight = layer.weight.data
+    del layer.weight
+    layer.forward = lambda x: x @ weight.T
+
+
+def sparse(model: Any) -> None:
+    layer = model.model.layers[1].mlp.down_proj
+    layer.weight = nn.Parameter(layer.weight.data.to_sparse())
+
+
+@pytest.mark.parametrize("change", [one_bias, without_a_weight, sparse])
+def test_a_layer_of_an_odd_build_runs_itself(change: Any) -> None:
+    model, ids = of_family("llama"), prompt(1, 11)
+    change(model)
+    plain = model.generate(ids, max_new_tokens=20, do_sample=False)
+    config = scripted(continuations(plain, 11), RandomTrees())
+    with lookahead_hf.enabled(model):
+        ours = model.generate(ids, max_new_tokens=20, do_sample=False, speculative=config)
+        stats = lookahead_hf.last_stats(model)
+        assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
+        described = {unit.module for unit in units(model)}
+    assert ours.tolist() == plain.tolist()
+    own = (model.lm_head,) if change is without_a_weight else (model.model.layers[1],)
+    assert described and not described.intersection(own)
+
+
+def wrapped(model: Any) -> Callable[[], None]:
+    mlp = model.model.layers[1].mlp
+    own = mlp.down_proj
+    mlp.down_proj = nn.Sequential(own)
+    return lambda: setattr(mlp, "down_proj", own)
+
+
+def in_other_numbers(model: Any) -> Callable[[], None]:
+    model.double()
+    return model.float
+
+
+def in_pieces(model: Any) -> Callable[[], None]:
+    weight = model.model.layers[1].mlp.down_proj.weight
+    own = weight.data
+    weight.data = own.t().contiguous().t()
+    return lambda: setattr(weight, "data", own)
+
+
+@pytest.mark.parametrize("change", [wrapped, in_other_numbers, in_pieces])
+def test_an_unknown_layer_is_described_once_it_is_known(change: Any) -> None:
+    model = single()
+    undo = change(model)
+    layers = CompiledLayers(model)
+    assert layers.num_refused and layers.is_current()
+    undo()
+    assert not layers.is_current()
+    assert not CompiledLayers(model).num_refused
+
+
+def test_attention_has_room_for_the_largest_heads_of_a_step() -> None:
+    asked: list[int] = []
+    room: Any = SimpleNamespace(run=lambda units, given, tokens, floats: asked.append(floats))
+    units: Any = [SimpleNamespace(program=SimpleNamespace(head_dim=dim)) for dim in (16, 256)]
+    LayerStep(room, None, ForwardContext())._run(units, [], torch.zeros(1, 1, 8))
+    assert asked[0] >= SEGMENT * 256
+
+
+def test_a_model_that_was_changed_is_described_anew() -> None:
+    model = single()
+    run(model, True)
+    old = units(model)
+    replaced_parameter(model)
+    assert run(model, True).execution == "compiled"
+    assert units(model) is not old and all(unit.is_trusted for unit in units(model))
+
+
+def test_a_layer_that_is_there_twice_runs_itself() -> None:
+    model = single()
+    model.model.layers[2] = model.model.layers[1]
+    assert CompiledLayers(model).refused == {
+        f"{execution.UNKNOWN}: several layers share a layer of the cache"
+    }
+
+
+def test_another_dtype_counts() -> None:
+    model = half()
+    assert run(model, True).execution == "compiled"
+    own = run(model.to(torch.float32), False)
+    ours = run(model, True)
+    assert ours.execution == "compiled" and ours.text == own.text
+
+
+class Watching(torch.overrides.TorchFunctionMode):
+    """Counts multiplications by weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is nn.functional.linear
+        return func(*args, **(kwargs or {}))
+
+
+def test_whoever_watches_sees_the_models_own_calls() -> None:
+    model = single()
+    assert run(model, True).execution == "compiled"
+    with Watching() as watching:
+        bits = run(model, True)
+    assert bits.execution == "model" and watching.count > 0
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert run(model, True).execution == "model"
+    assert run(model, True).execution == "compiled"
+
+
+@pytest.mark.parametrize("way", ["default", "context"])
+def test_a_default_device_is_no_watcher(way: str) -> None:
+    model = single()
+    torch.set_default_device("cpu" if way == "default" else None)
+    try:
+        with torch.device("cpu") if way == "context" else nullcontext():
+            assert run(model, True).execution == "compiled"
+    finally:
+        torch.set_default_device(None)
+
+
+def test_calls_in_threads_write_their_texts() -> None:
+    model = lookahead_hf.enable(single())
+    texts = [prompt(1, 9 + at) for at in range(4)]
+    call = {"max_new_tokens": 40, "do_sample": False}
+    expected = [model.generate(ids, **call).tolist() for ids in texts]
+    found: dict[int, Any] = {}
+
+    def write(at: int) -> None:
+        for _ in range(3):
+            found[at] = model.generate(texts[at], **call, speculative={"budget": 5}).tolist()
+
+    threads = [threading.Thread(target=write, args=(at,)) for at in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[at] for at in range(4)] == expected
+    assert laid(model) == []
+
+
+def test_linear_layers_of_other_models_are_computed_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lookahead_hf.engines.cpu.layers.compiled.LEAST_WEIGHT", 1)
+    model, ids = tiny("gpt_neox"), prompt(2, 11)
+    plain = model.generate(ids, max_new_tokens=20, do_sample=False)
+    config = scripted(continuations(plain, 11), RandomTrees())
+    with lookahead_hf.enabled(model):
+        ours = model.generate(ids, max_new_tokens=20, do_sample=False, speculative=config)
+        stats = lookahead_hf.last_stats(model)
+        assert stats is not None and stats.num_accepted > 0 and stats.execution == "compiled"
+        assert stats.layers == {"compiled": 17, "model": 0} and len(stats.own_code) == 1
+        assert stats.own_code[0].startswith(execution.UNKNOWN)  # attention and norms are its own
+        assert len(units(model)) == 17 and all(unit.is_trusted for unit in units(model))
+    assert ours.tolist() == plain.tolist()
+
+
+def test_hooks_that_transformers_has_left_act_only_where_outputs_are_collected() -> None:
+    """They come with the first call that asks for hidden states, and stay."""
+    model = lookahead_hf.enable(tiny("llama"))
+    call = {"max_new_tokens": 12, "do_sample": False, "speculative": {"budget": 4}}
+    collected = {"return_dict_in_generate": True, "output_hidden_states": True}
+    for extra, reasons in ((collected, (execution.HOOKS,)), ({}, ())):
+        model.generate(prompt(), **call, **extra)
+        stats = lookahead_hf.last_stats(model)
+        assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
+        assert stats.own_code == reasons

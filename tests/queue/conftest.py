@@ -1,0 +1,31 @@
+"""The model of most tests of continuous batching."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import lookahead_hf
+from lookahead_hf.queue.session import QueueSession
+from tests.helpers import models
+from tests.helpers.requests import DRAFTED
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return lookahead_hf.enable(models.tiny("llama"), default=DRAFTED)
+
+
+@pytest.fixture
+def live(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows decode in every step of a queue."""
+    counts: list[int] = []
+    launch = QueueSession.launch
+
+    def counted(self: Any, draft: Any) -> Any:
+        counts.append(int(self.rows.live.sum()))
+        return launch(self, draft)
+
+    monkeypatch.setattr(QueueSession, "launch", counted)
+    return counts

@@ -1,0 +1,171 @@
+"""Requests that plain `generate` writes, since they cannot be decoded together with others."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+
+import lookahead_hf
+from lookahead_hf.model import compat
+from lookahead_hf.queue import scheduler
+from lookahead_hf.queue import scheduler as alone_texts
+from tests.helpers import models
+from tests.helpers.requests import (
+    DRAFTED,
+    WAIT,
+    alone,
+    prompts,
+    results,
+    running,
+    settings,
+    speculated,
+)
+
+
+class Waits(LogitsProcessor):
+    """Says that a text has a token, and waits there until the next one may be chosen."""
+
+    def __init__(self) -> None:
+        self.begun, self.goes_on, self.calls = threading.Event(), threading.Event(), 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.begun.set()
+        assert self.goes_on.wait(WAIT)
+        return scores
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """A model whose frequencies change with the length of a text, from 48 tokens on."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    changing = models.tiny("llama", max_position_embeddings=48, rope_parameters=rope)
+    return lookahead_hf.enable(changing, default=DRAFTED)
+
+
+LONG = {"max_new_tokens": 60}
+"""Such texts may need other frequencies in the end."""
+
+
+def test_what_generate_would_return_does_not_matter(model: Any) -> None:
+    config, (text, other) = settings(model, return_dict_in_generate=True), prompts(2, longest=9)
+    with running(model, config) as manager:
+        manager.add_request(text, request_id="alone", **LONG)
+        manager.add_request(other, request_id="row")
+        found = results(manager, 2)
+    assert found["alone"].generated_tokens == alone(model, text, settings(model, **LONG))
+    assert found["alone"].speculative_stats.fallback_reason == "model"
+    assert found["row"].generated_tokens == alone(model, other, settings(model))
+    speculated([found["row"]])
+
+
+@pytest.mark.parametrize(("most", "place"), [(64, 4), (1, 1)])
+def test_others_come_first(
+    model: Any, most: int, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless too many of them have overtaken such a text."""
+    monkeypatch.setattr(scheduler, "MOST_OVERTAKING", most)
+    config, texts = settings(model, max_new_tokens=8), prompts(5, longest=9)
+    manager = model.init_continuous_batching(config, max_slots=2)
+    for number, text in enumerate(texts):
+        manager.add_request(text, request_id=str(number), **({} if number else LONG))
+    manager.start()
+    try:
+        found = results(manager, 5)
+    finally:
+        manager.stop(hard_stop=True)
+    assert list(found).index("0") == place
+    assert found["0"].generated_tokens == alone(model, texts[0], settings(model, **LONG))
+    speculated(found[str(number)] for number in range(1, 5))
+
+
+def test_a_cancelled_text_ends_and_other_requests_go_on(model: Any) -> None:
+    config, texts, waits = settings(model), prompts(3, longest=9), Waits()
+    given = {"logits_processor": LogitsProcessorList([waits])}
+    with running(model, config, max_slots=3) as manager:
+        manager.add_request(texts[0], request_id="alone", **given, **LONG)
+        assert waits.begun.wait(WAIT)
+        manager.add_request(texts[1], request_id="kept")
+        manager.cancel_request("alone")
+        waits.goes_on.set()
+        found = results(manager, 1)
+        manager.stop()
+    assert manager.output_router.output_queue.empty()
+    assert waits.calls == 1
+    assert found["kept"].generated_tokens == alone(model, texts[1], config)
+    speculated(found.values())
+
+
+def test_a_hard_stop_ends_the_text(model: Any) -> None:
+    config, texts, waits = settings(model), prompts(2, longest=9), Waits()
+    given = {"logits_processor": LogitsProcessorList([waits])}
+    with running(model, config) as manager:
+        manager.add_request(texts[0], request_id="alone", **given, **LONG)
+        assert waits.begun.wait(WAIT)
+        manager.add_request(texts[1], request_id="waiting")
+        manager.stop(block=False, hard_stop=True)
+        waits.goes_on.set()
+        found = results(manager, 2)
+    assert waits.calls == 1
+    assert all("stopped before" in output.error for output in found.values())
+
+
+def test_a_greedy_text_leaves_the_default_generator_alone(model: Any) -> None:
+    def draw(*_: Any) -> None:
+        torch.rand(())
+
+    config, (text,) = settings(model), prompts(1, longest=9)
+    with running(model, config) as manager:
+        torch.manual_seed(5)
+        hook = model.register_forward_pre_hook(draw)
+        manager.add_request(text, request_id="alone", **LONG)
+        found = results(manager, 1)
+        hook.remove()
+    drawn = torch.rand(())
+    torch.manual_seed(5)
+    assert found["alone"].speculative_stats.fallback_reason is not None
+    assert drawn != torch.rand(())  # what was drawn meanwhile was not taken back
+
+
+def test_two_managers_draw_at_the_same_time(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, texts = settings(model, do_sample=True, **LONG), prompts(3, longest=9)
+    write, both = compat.plain_generate, threading.Barrier(2)
+
+    def drawing(*given: Any, **more: Any) -> Any:
+        both.wait(WAIT)
+        return write(*given, **more)
+
+    monkeypatch.setattr(alone_texts, "compat", SimpleNamespace(plain_generate=drawing))
+    # Dynamic frequencies are buffers that a forward rewrites, so two threads need two models.
+    with running(model, config) as one, running(copy.deepcopy(model), config) as other:
+        for manager in (one, other):
+            manager.add_requests(texts)
+        found = [results(manager, len(texts)) for manager in (one, other)]
+    for outputs in found:
+        for index, text in enumerate(texts):
+            output = outputs[f"req_{index}"]
+            assert output.generated_tokens == alone(model, text, config, index)
+            assert output.speculative_stats.fallback_reason == "model"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_waits_fails_when_a_processor_ends_the_thread(model: Any) -> None:
+    class Exits(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            assert waits.goes_on.wait(WAIT)
+            raise SystemExit
+
+    config, texts, waits = settings(model), prompts(2), Waits()
+    with running(model, config, max_slots=1) as manager:
+        given = {"logits_processor": LogitsProcessorList([Exits()])}
+        manager.add_request(texts[0], request_id="exits", **given)
+        manager.add_request(texts[1], request_id="waits")
+        waits.goes_on.set()
+        found = results(manager, 2)
+    assert all(output.error is not None for output in found.values())

@@ -1,0 +1,246 @@
+"""Requests that are cancelled, before, while and after their texts are written."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lookahead_hf
+from lookahead_hf.model.compat.batching import GenerationOutput, RequestState
+from lookahead_hf.queue import scheduler
+from lookahead_hf.queue.prompts import Prompts
+from lookahead_hf.queue.queues import Router
+from lookahead_hf.queue.request import Job
+from lookahead_hf.queue.session import QueueSession
+from tests.helpers import models
+from tests.helpers.requests import (
+    DRAFTED,
+    WAIT,
+    alone,
+    prompts,
+    result_of_another,
+    results,
+    running,
+    seeded,
+    settings,
+    speculated,
+)
+
+
+class Steps:
+    """Rows that decode in every step, and what is called as the sixth step begins."""
+
+    def __init__(self) -> None:
+        self.live: list[int] = []
+        self.sixth: Callable[[], object] = lambda: None
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
+    found, launch = Steps(), QueueSession.launch
+
+    def counted(self: Any, draft: Any) -> Any:
+        found.live.append(int(self.rows.live.sum()))
+        if len(found.live) == 6:
+            found.sixth()
+        return launch(self, draft)
+
+    monkeypatch.setattr(QueueSession, "launch", counted)
+    return found
+
+
+def whole_result(manager: Any) -> Any:
+    """The first result of a text that has ended."""
+    while not (output := manager.get_result(timeout=WAIT)).is_finished():
+        pass
+    return output
+
+
+def test_a_request_leaves_in_the_middle_of_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lookahead_hf.enable(models.tiny("llama"), default=DRAFTED)
+    monkeypatch.setattr(scheduler, "CHUNK", 1)
+    config = settings(model, max_new_tokens=30)
+    first, long, last = prompts(1, longest=4)[0], (prompts(1, 3)[0] * 30)[:90], prompts(2)[1]
+    manager = model.init_continuous_batching(config, seeded(), max_slots=2)
+    read = Prompts.read
+
+    def cancelled(self: Any, row: int, prompt_ids: np.ndarray) -> None:
+        read(self, row, prompt_ids)
+        if len(prompt_ids) == len(long):
+            manager.cancel_request("long")
+
+    monkeypatch.setattr(Prompts, "read", cancelled)
+    for name, text in {"first": first, "long": long, "last": last}.items():
+        manager.add_request(text, request_id=name)
+    manager.start()
+    found = results(manager, 2)
+    manager.stop()
+    assert set(found) == {"first", "last"}
+    for name, text in {"first": first, "last": last}.items():
+        assert found[name].generated_tokens == alone(model, text, config)
+
+
+def test_all_texts_of_a_request_end_before_the_next_step(model: Any, steps: Steps) -> None:
+    config = settings(model, max_new_tokens=200, do_sample=True, num_return_sequences=5)
+    text, other = prompts(2)
+    with running(model, config, max_slots=3) as manager:
+
+        def cancel() -> None:
+            manager.cancel_request("many")
+            manager.add_request(other, request_id="next", max_new_tokens=1)
+
+        steps.sixth = cancel
+        manager.add_request(text, request_id="many")
+        found = results(manager, 5)
+        manager.stop()
+    assert manager.output_router.output_queue.empty()
+    assert set(found) == {*(f"next__child#{child}" for child in range(4)), "next"}
+    assert steps.live == [3] * 6
+
+
+@pytest.mark.parametrize("cancelled", ["many__child#0", "many__child#2"], ids=["row", "queue"])
+def test_one_text_of_a_request_is_cancelled(model: Any, steps: Steps, cancelled: str) -> None:
+    config = settings(model, do_sample=True, num_return_sequences=4, max_new_tokens=60)
+    (text,) = prompts(1)
+    names = [*(f"many__child#{child}" for child in range(3)), "many"]
+    with running(model, config, max_slots=2) as manager:
+        steps.sixth = lambda: manager.cancel_request(cancelled)
+        manager.add_request(text, request_id="many")
+        found = results(manager, 3)
+        manager.stop()
+    assert manager.output_router.output_queue.empty()
+    assert {name: output.generated_tokens for name, output in found.items()} == {
+        name: alone(model, text, config, index)
+        for index, name in enumerate(names)
+        if name != cancelled
+    }
+    speculated(found.values())
+
+
+def test_a_name_that_two_requests_have_cancels_both(model: Any) -> None:
+    config, texts = settings(model, max_new_tokens=400), prompts(3)
+    with running(model, config, max_slots=1) as manager:
+        for _ in range(2):
+            manager.add_request(texts[0], request_id="same", streaming=True)
+        assert not manager.get_result(timeout=WAIT).is_finished()
+        manager.cancel_request("same")
+        manager.cancel_request("unknown")
+        manager.add_request(texts[1], request_id="last", max_new_tokens=12)
+        found = result_of_another(manager, "same")
+        manager.stop()
+    assert manager.output_router.output_queue.empty()
+    assert found.generated_tokens == alone(model, texts[1], settings(model, max_new_tokens=12))
+
+
+def test_waiting_texts_are_cancelled_and_the_others_keep_their_seeds(model: Any) -> None:
+    config, texts = settings(model, do_sample=True, num_return_sequences=2), prompts(3)
+    manager = model.init_continuous_batching(config, seeded(), max_slots=1)
+    for name, text in zip("abc", texts, strict=True):
+        manager.add_request(text, request_id=name)
+    manager.cancel_request("a__child#0")
+    manager.cancel_request("b")
+    manager.start()
+    found = results(manager, 3)
+    manager.stop()
+    assert manager.output_router.output_queue.empty()
+    assert {name: output.generated_tokens for name, output in found.items()} == {
+        "a": alone(model, texts[0], config, 1),
+        "c__child#0": alone(model, texts[2], config, 4),
+        "c": alone(model, texts[2], config, 5),
+    }
+    speculated(found.values())
+
+
+def test_an_id_that_is_used_again_at_once_is_answered(model: Any) -> None:
+    old, new = prompts(2)
+    config = settings(model)
+    with running(model, config) as manager:
+        for turn in range(20):
+            manager.add_request(old, request_id="same", streaming=True, max_new_tokens=40)
+            time.sleep(0.002 * (turn % 5))
+            manager.cancel_request("same")
+            manager.add_request(new, request_id="same")
+            found = manager.get_result(timeout=WAIT)
+            assert found.generated_tokens == alone(model, new, config)
+            speculated([found])
+    assert manager.output_router.output_queue.empty()
+
+
+def test_an_id_that_is_used_again_while_its_text_is_written_is_answered(
+    model: Any, steps: Steps
+) -> None:
+    config, (old, new) = settings(model, max_new_tokens=60), prompts(2)
+    with running(model, config, max_slots=3) as manager:
+
+        def again() -> None:
+            manager.cancel_request("same")
+            manager.add_request(new, request_id="same")
+
+        steps.sixth = again
+        manager.add_request(old, request_id="same", streaming=True)
+        found = whole_result(manager)
+        manager.stop()
+    assert manager.output_router.output_queue.empty()
+    assert found.generated_tokens == alone(model, new, config)
+    speculated([found])
+
+
+@pytest.mark.parametrize("cancelled", ["many", "many__child#0"], ids=["request", "text"])
+def test_only_texts_that_were_added_before_are_dropped_by_their_id(cancelled: str) -> None:
+    router, names, state = Router(), frozenset({"many", "many__child#0"}), RequestState("many", [1])
+    before, after = (Job(state, index, 0, names) for index in (2, 3))
+    old, new = (GenerationOutput("many__child#0", [token]) for token in (1, 2))
+    router.deliver(old, before)
+    router.cancel(cancelled, lambda name: 3)
+    assert router.output_queue.empty()
+    router.deliver(old, before)
+    router.deliver(new, after)
+    assert [*router.output_queue.queue] == [new]
+    assert router.take_cancelled() == {cancelled: 3}
+
+
+def test_a_handler_hears_of_the_request_that_it_was_registered_for(model: Any) -> None:
+    config, (old, new) = settings(model, max_new_tokens=4), prompts(2)
+    heard: list[Any] = []
+
+    async def ask(manager: Any) -> None:
+        manager.register_result_handler("same", heard.append)
+        manager.add_request(old, request_id="same", record_timestamps=True)
+        manager.add_request(old, request_id="later")
+        manager.get_result("later", timeout=WAIT)  # what the loop still has to hear of is ready
+        manager.cancel_request("same")
+        manager.register_result_handler("same", heard.append)
+        manager.add_request(new, request_id="same")
+        while not heard:
+            await asyncio.sleep(0.001)
+
+    with running(model, config, max_slots=1) as manager:
+        asyncio.run(asyncio.wait_for(ask(manager), WAIT))
+        assert not manager.output_router.result_handlers
+    assert [output.generated_tokens for output in heard] == [alone(model, new, config)]
+
+
+def test_an_idle_manager_forgets_what_was_cancelled(model: Any) -> None:
+    with running(model, settings(model)) as manager:
+        for number in range(100):
+            manager.cancel_request(f"unknown {number}")
+        begin = time.monotonic()
+        while manager.output_router._cancelled and time.monotonic() < begin + WAIT:
+            time.sleep(0.01)
+        assert not manager.output_router._cancelled
+
+
+def test_an_id_may_be_any_hashable_object(model: Any) -> None:
+    config, (text,) = settings(model), prompts(1)
+    with running(model, config) as manager:
+        with pytest.raises(TypeError, match="a list is not: pass a str"):
+            manager.add_request(text, request_id=["a"])
+        manager.add_request(text, request_id=7)
+        manager.cancel_request("other")
+        found = results(manager, 1)[7]
+    assert found.generated_tokens == alone(model, text, config)

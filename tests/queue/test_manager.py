@@ -1,0 +1,537 @@
+"""The manager of continuous batching: requests come, are cancelled, fail, and leave."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import os
+import queue
+import random
+import sys
+import threading
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from tqdm import tqdm
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+
+import lookahead_hf
+from lookahead_hf.ngram_pool import NgramPool
+from lookahead_hf.queue import manager as progress
+from lookahead_hf.queue import scheduler
+from tests.helpers import architectures, models
+from tests.helpers.requests import (
+    DRAFTED,
+    WAIT,
+    alone,
+    broken_after,
+    prompts,
+    results,
+    running,
+    seeded,
+    settings,
+    speculated,
+)
+
+
+def test_requests_stream_whole_steps(model: Any) -> None:
+    config, (text,) = settings(model), prompts(1)
+    with running(model, config) as manager:
+        name = manager.add_request(text, streaming=True, record_timestamps=True)
+        parts = list(manager.request_id_iter(name))
+    *earlier, last = [output.generated_tokens for output in parts]
+    assert last == alone(model, text, config)
+    assert all(last[: len(part)] == part for part in earlier)
+    assert len(parts) == 1 + parts[-1].speculative_stats.row_steps  # the first token, and steps
+    assert len(parts[-1].timestamps) == len(last)
+    speculated(parts[-1:])
+
+
+def test_a_request_has_settings_of_its_own(model: Any) -> None:
+    config, texts = settings(model), prompts(4)
+    rules = {"repetition_penalty": 1.4, "no_repeat_ngram_size": 3, "min_new_tokens": 5}
+    own = [{}, {"max_new_tokens": 3}, {"eos_token_id": 9}, {**rules, "eos_token_id": 7}]
+    with running(model, config) as manager:
+        names = [manager.add_request(text, **each) for text, each in zip(texts, own, strict=True)]
+        found = results(manager, len(texts))
+    for name, text, each in zip(names, texts, own, strict=True):
+        expected = alone(model, text, settings(model, **each))
+        assert found[name].generated_tokens == expected
+    speculated(found.values())
+
+
+@pytest.mark.parametrize("kind", [list, tuple, torch.tensor])
+def test_what_ends_a_text_comes_in_any_form(model: Any, kind: Any) -> None:
+    ends, text = [*range(3, 50)], prompts(1)[0]
+    with running(model, settings(model, eos_token_id=kind(ends))) as manager:
+        manager.add_request(text, request_id="run's")
+        manager.add_request(text, request_id="own", eos_token_id=[9])
+        manager.add_request(text, request_id="none", eos_token_id=-1)
+        found = results(manager, 3)
+    for name, own in {"run's": ends, "own": [9], "none": -1}.items():
+        expected = alone(model, text, settings(model, eos_token_id=own))
+        assert found[name].generated_tokens == expected
+    speculated(found.values())
+
+
+def test_another_way_of_decoding_is_plain_generates(model: Any) -> None:
+    config, (text,) = settings(model, eos_token_id=[*range(3, 60)]), prompts(1)
+    with running(model, config) as manager:
+        manager.add_request(text, request_id="beams", num_beams=3, record_timestamps=True)
+        manager.add_request(text, request_id="contrastive", penalty_alpha=0.5, top_k=4)
+        manager.add_request(text, request_id="texts", num_return_sequences=2)
+        found = results(manager, 3)
+    expected = alone(model, text, settings(model, num_beams=3, eos_token_id=[*range(3, 60)]))
+    assert found["beams"].generated_tokens == expected
+    assert found["beams"].speculative_stats.fallback_reason == "beams"
+    assert len(found["beams"].timestamps) == len(expected)
+    assert "Contrastive Search" in found["contrastive"].error
+    assert "the same for all requests of a run" in found["texts"].error
+
+
+def test_what_fails_in_one_request_fails_that_request(model: Any) -> None:
+    config, texts = settings(model), prompts(5)
+    own = [{}, broken_after(len(texts[1]) + 4), {}, {"no_such_setting": 1}, broken_after(0)]
+    with running(model, config, max_slots=3) as manager:
+        names = [manager.add_request(text, **each) for text, each in zip(texts, own, strict=True)]
+        found = results(manager, len(texts))
+    for index in (0, 2):
+        assert found[names[index]].generated_tokens == alone(model, texts[index], config)
+    speculated([found[names[0]], found[names[2]]])
+    assert "a callback that fails" in found[names[1]].error
+    assert "no_such_setting" in found[names[3]].error
+    assert found[names[4]].error is not None
+
+
+def test_what_cannot_be_copied_for_every_text_fails_its_request(model: Any) -> None:
+    config = settings(model, do_sample=True, num_return_sequences=2)
+    (text,) = prompts(1)
+    broken = {"stopping_criteria": [threading.Lock()]}
+    with running(model, config) as manager:
+        manager.add_request(text, request_id="broken", **broken)
+        manager.add_request(text, request_id="whole")
+        found = results(manager, 4)
+    for index, name in enumerate(("broken__child#0", "broken", "whole__child#0", "whole")):
+        if name.startswith("broken"):
+            assert "cannot pickle" in found[name].error
+        else:
+            assert found[name].generated_tokens == alone(model, text, config, index)
+    speculated([found["whole"], found["whole__child#0"]])
+
+
+def test_a_request_longer_than_the_room_is_refused(model: Any) -> None:
+    config, (text,) = settings(model, max_new_tokens=10), prompts(1, longest=1)
+    given = {"speculative": DRAFTED, "max_slots": 2}
+    found = model.generate_batch([text, text * 12], config, max_tokens=40, **given)
+    assert found["req_0"].generated_tokens == alone(model, text, config)
+    assert "12 tokens and up to 10 new ones need more than the 20" in found["req_1"].error
+    for wrong in ({"max_slots": 0}, {"max_slots": 4, "max_tokens": 3}):
+        with pytest.raises(ValueError, match="must be an int in"):
+            model.init_continuous_batching(config, speculative=DRAFTED, **wrong)
+
+
+def test_stopping_in_the_middle_gives_up_what_is_left(model: Any) -> None:
+    config = settings(model, max_new_tokens=400)
+    config.do_sample, config.num_return_sequences = True, 2
+    manager = model.init_continuous_batching(config, seeded(), max_slots=2)
+    manager.start()
+    names = manager.add_requests(prompts(5), max_new_tokens=400)
+    names += [f"{name}__child#0" for name in names]
+    manager.stop(hard_stop=True)
+    assert not manager.is_running()
+    found = {}
+    while not manager.output_router.output_queue.empty():
+        output = manager.output_router.output_queue.get()
+        found[output.request_id] = output
+    assert set(found) == set(names)
+    assert all("stopped" in output.error for output in found.values())
+    assert manager.add_request([5]) is None  # transformers warns of it
+    manager.start()
+    name = manager.add_request(prompts(1)[0], max_new_tokens=4)
+    assert len(results(manager, 2)[name].generated_tokens) == 4
+    manager.destroy()
+
+
+def test_flushing_decodes_what_is_left(model: Any) -> None:
+    config, texts = settings(model), prompts(5)
+    manager = model.init_continuous_batching(config, seeded(), max_slots=2)
+    manager.start()
+    names = manager.add_requests(texts, max_new_tokens=24)
+    manager.stop()
+    found = [manager.output_router.output_queue.get_nowait() for _ in names]
+    for output in found:
+        text = texts[names.index(output.request_id)]
+        assert output.generated_tokens == alone(model, text, config)
+
+
+def test_a_pause_keeps_what_is_in_progress(model: Any) -> None:
+    config, (text,) = settings(model, max_new_tokens=200), prompts(1)
+    with running(model, config) as manager:
+        manager.add_request(text, streaming=True)
+        manager.get_result(timeout=WAIT)
+        with manager.pause():
+            waiting = manager.output_router.output_queue
+            while not waiting.empty():
+                waiting.get()
+            assert model.generate(torch.tensor([text]), max_new_tokens=4).shape[1] == len(text) + 4
+            assert waiting.empty()
+        found = manager.get_result(timeout=WAIT)
+        while not found.is_finished():
+            found = manager.get_result(timeout=WAIT)
+    assert found.generated_tokens == alone(model, text, config)
+
+
+def test_two_managers_of_one_model(model: Any) -> None:
+    config, texts = settings(model), prompts(6)
+    with running(model, config) as one, running(model, config) as other:
+        for manager in (one, other):
+            manager.add_requests(texts, max_new_tokens=24)
+        for manager in (one, other):
+            found = results(manager, len(texts))
+            tokens = [found[f"req_{index}"].generated_tokens for index in range(len(texts))]
+            assert tokens == [alone(model, text, config) for text in texts]
+            speculated(found.values())
+
+
+def test_handlers_hear_of_their_requests(model: Any) -> None:
+    config, (text,) = settings(model), prompts(1)
+
+    async def ask(manager: Any) -> list[Any]:
+        heard: asyncio.Queue[Any] = asyncio.Queue()
+        manager.register_result_handler("mine", heard.put_nowait)
+        manager.add_request(text, request_id="mine", streaming=True)
+        found = [await heard.get()]
+        while not found[-1].is_finished():
+            found.append(await heard.get())
+        return found
+
+    with running(model, config) as manager:
+        found = asyncio.run(ask(manager))
+    assert found[-1].generated_tokens == alone(model, text, config)
+
+
+def test_handlers_that_are_gone_hold_nobody_up(
+    model: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def listen(manager: Any) -> None:
+        for name in "abc":
+            manager.register_result_handler(name, lambda output: None)
+
+    manager = model.init_continuous_batching(settings(model), seeded(), max_slots=1)
+    asyncio.run(listen(manager))
+    for name in "abc":
+        manager.add_request(prompts(1)[0], request_id=name)
+    manager.background_thread_status.request_stop(2, 0)  # a hard stop, before the run begins
+    manager.decode()
+    assert [record.args[0] for record in caplog.records if "nobody" in record.msg] == [*"abc"]
+    status = manager.background_thread_status
+    assert status.local_status == status.STOPPED
+    assert not manager.output_router.result_handlers
+
+
+def test_a_cancelled_request_leaves_no_handler(model: Any) -> None:
+    async def ask(manager: Any) -> None:
+        for name in ("mine", "other"):
+            manager.register_result_handler(name, heard.append)
+            manager.add_request(text, request_id=name, streaming=name == "mine")
+        while not heard:
+            await asyncio.sleep(0.001)
+        manager.cancel_request("mine")
+        while heard[-1].request_id != "other":
+            await asyncio.sleep(0.001)
+
+    config, (text,), heard = settings(model, max_new_tokens=400), prompts(1), []
+    with running(model, config, max_slots=1) as manager:
+        asyncio.run(asyncio.wait_for(ask(manager), WAIT))
+        assert not manager.output_router.result_handlers
+        assert manager.output_router.output_queue.empty()
+    assert not any(output.is_finished() for output in heard[:-1])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_arrivals_cancellations_and_failures_in_any_order(
+    model: Any, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    chosen, texts = random.Random(seed), prompts(12, seed)
+    monkeypatch.setattr(scheduler, "CHUNK", (1, 5, 256)[seed % 3])
+    config = settings(model, do_sample=seed == 1)
+    with running(model, config, max_slots=chosen.randint(1, 4)) as manager:
+        found, cancelled, failing = {}, set(), set()
+        for index, text in enumerate(texts):
+            fails = chosen.random() < 0.2
+            failing |= {str(index)} if fails else set()
+            own = broken_after(len(text) + 3) if fails else {}
+            manager.add_request(text, request_id=str(index), **own)
+            if chosen.random() < 0.5 and (output := manager.get_result(timeout=0.02)):
+                found[output.request_id] = output
+            if chosen.random() < 0.3:
+                cancelled.add(name := str(chosen.randint(0, index)))
+                manager.cancel_request(name)
+        while len(found.keys() | cancelled) < len(texts):
+            output = manager.get_result(timeout=WAIT)
+            found[output.request_id] = output
+    assert {name for name, output in found.items() if output.error} == failing & found.keys()
+    found = {name: output for name, output in found.items() if name not in failing}
+    kept = {name: output.generated_tokens for name, output in found.items()}
+    if seed != 1:
+        assert kept == {name: alone(model, texts[int(name)], config) for name in kept}
+    else:
+        for name, tokens in kept.items():
+            assert tokens == alone(model, texts[int(name)], config, int(name))
+    speculated(found.values())
+
+
+def test_a_full_queue_lets_callers_wait(model: Any) -> None:
+    config, texts = settings(model), prompts(8)
+    with running(model, config, max_slots=1, max_queue_size=1) as manager:
+        adding = threading.Thread(target=manager.add_requests, args=(texts, 24))
+        adding.start()
+        seen = []
+        for _ in texts:
+            seen.append(manager.input_queue.qsize())
+            assert manager.get_result(timeout=WAIT).error is None
+        adding.join()
+    assert max(seen) <= 1
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let whoever waits for room in a queue for some time wait a millisecond."""
+    put = queue.Queue.put
+
+    def put_soon(self: Any, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        put(self, item, block, timeout and 0.001)
+
+    monkeypatch.setattr(queue.Queue, "put", put_soon)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_who_waits_for_room_waits_as_long_as_the_run_goes_on(model: Any) -> None:
+    config, texts, small = settings(model), prompts(5), {"max_queue_size": 1}
+    found = model.generate_batch(texts, config, seeded(**small), max_slots=1).values()
+    assert [each.generated_tokens for each in found] == [alone(model, t, config) for t in texts]
+    manager = model.init_continuous_batching(config, seeded(**small))
+    manager.add_request(texts[0])
+    with pytest.raises(queue.Full):  # nobody would make room
+        manager.add_request(texts[1])
+
+
+def test_what_waits_for_room_is_not_added_to_a_run_that_has_ended(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_and_add(*given: Any) -> None:
+        fail(*given)
+        for name in "bc":  # as threads do that have waited for room
+            with suppress(queue.Full):
+                manager.input_queue.put(copy.copy(waiting), timeout=0.001)
+                added.append(name)
+
+    manager = model.init_continuous_batching(settings(model), seeded(max_queue_size=1))
+    fail, added = manager.fail_waiting, []
+    monkeypatch.setattr(manager, "fail_waiting", fail_and_add)
+    manager.add_request([5])
+    waiting = manager.input_queue.queue[0].state
+    manager.background_thread_status.request_stop(2, 0)
+    manager.decode()
+    assert manager.output_router.output_queue.qsize() == 1 + len(added)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_criterion_that_adds_requests_does_not_wait_for_itself(model: Any) -> None:
+    def adds(input_ids: torch.Tensor, scores: Any, **more: Any) -> torch.Tensor:
+        manager.add_request(text)
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    config, (text,) = settings(model), prompts(1)
+    with running(model, config, max_slots=1, max_queue_size=1) as manager:
+        manager.add_request(text, request_id="adds", stopping_criteria=[adds])
+        found = results(manager, 2)
+    assert "Full" in found["adds"].error
+    assert found["req_0"].generated_tokens == alone(model, text, config)
+    speculated([found["req_0"]])
+
+
+def test_requests_draft_from_each_other_if_they_may_learn(model: Any) -> None:
+    texts = [prompts(1)[0]] * 6
+    pools = {learn: NgramPool() for learn in (True, False)}
+    for learn, pool in pools.items():
+        config = lookahead_hf.SpeculativeConfig(
+            drafters=("pool",), pool=pool, learn=learn, budget=6
+        )
+        found = model.generate_batch(texts, settings(model), speculative=config, max_slots=2)
+        stats = [output.speculative_stats for output in found.values()]
+        assert (sum(each.num_accepted for each in stats) > 0) is learn
+        if learn:  # what ended first helps what began later
+            assert stats[-1].num_steps < stats[0].num_steps
+
+
+def test_a_bar_shows_how_requests_get_on(
+    model: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "tqdm", tqdm)  # transformers' own can be switched off
+    model.generate_batch(prompts(3), settings(model), progress=True, max_slots=2)
+    shown = capsys.readouterr().err
+    assert "3/3" in shown
+    assert "live" in shown and "tokens per step" in shown
+
+
+def test_what_cannot_be_served_goes_to_transformers(model: Any) -> None:
+    config, own = settings(model), {"cpu_offload_space": 1.0}
+    with pytest.warns(
+        lookahead_hf.SpeculationFallbackWarning,
+        match="runs transformers' manager: .*cpu_offload_space",
+    ):
+        manager = model.init_continuous_batching(config, seeded(num_blocks=2, **own))
+    assert type(manager) is ContinuousBatchingManager
+    model.set_attn_implementation("sdpa")
+    lookahead_hf.hook.state_of(model).warned.clear()
+    with pytest.raises(lookahead_hf.SpeculationFallbackError, match="draft_invariant"):
+        strict = lookahead_hf.SpeculativeConfig(draft_invariant=True, on_fallback="error")
+        model.init_continuous_batching(config, speculative=strict)
+
+
+def test_a_batch_is_decoded_in_the_callers_thread(model: Any) -> None:
+    """A second thread that computes makes both slower."""
+    seen: set[int] = set()
+    stop = lookahead_hf.on_stats(model, lambda _: seen.add(threading.get_ident()))
+    found = model.generate_batch(prompts(3), settings(model), speculative=DRAFTED)
+    stop()
+    speculated(list(found.values()))
+    assert seen == {threading.get_ident()}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted by their entries in /proc")
+def test_who_starts_a_manager_leaves_the_cores_to_it(model: Any) -> None:
+    def threads() -> set[str]:
+        return set(os.listdir("/proc/self/task"))
+
+    def start() -> None:
+        before = threads()
+        torch.ones(10**6).exp()
+        team = threads() - before
+        with running(model, settings(model)):
+            found.append((team, team & threads()))
+
+    found: list[tuple[set[str], set[str]]] = []
+    number, starter = torch.get_num_threads(), threading.Thread(target=start)
+    torch.set_num_threads(2)
+    starter.start()
+    starter.join()
+    torch.set_num_threads(number)
+    ((team, left),) = found
+    assert team and not left
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "deepseek_v32", "bloom"])
+def test_models_that_keep_more_than_k_and_v_go_to_transformers(model_type: str) -> None:
+    model = lookahead_hf.enable(architectures.build(model_type))
+    strict = lookahead_hf.SpeculativeConfig(on_fallback="error")
+    with pytest.raises(lookahead_hf.SpeculationFallbackError, match="continuous batching"):
+        model.init_continuous_batching(settings(model), speculative=strict)
+
+
+def test_heads_that_read_hidden_states_are_refused(model: Any) -> None:
+    with pytest.raises(ValueError, match="'mtp' reads hidden states"):
+        heads = lookahead_hf.SpeculativeConfig(drafters=("ngram", "mtp"))
+        model.init_continuous_batching(settings(model), speculative=heads)
+
+
+def test_a_text_that_outgrows_the_positions_is_written_alone() -> None:
+    model = lookahead_hf.enable(models.tiny("gpt2", n_positions=48))
+    texts, config = prompts(4, longest=8), settings(model, max_new_tokens=30)
+    texts[2] = (texts[2] * 40)[:40]
+    config.eos_token_id = alone(model, texts[2], settings(model, max_new_tokens=5))[4]
+    found = model.generate_batch(texts, config, speculative=DRAFTED, max_slots=2)
+    tokens = [output.generated_tokens for output in found.values()]
+    assert tokens == [alone(model, text, config) for text in texts]
+    assert found["req_2"].speculative_stats.fallback_reason == "model"
+    speculated([found[name] for name in found if name != "req_2"])
+
+
+def test_a_forward_that_fails_fails_everything_and_nobody_waits() -> None:
+    model = lookahead_hf.enable(models.tiny("llama"))
+    config = settings(model)
+    forwards = []
+
+    def fail(*args: Any) -> None:
+        forwards.append(1)
+        if len(forwards) > 5:
+            raise MemoryError("no room")
+
+    model.register_forward_pre_hook(fail)
+    manager = model.init_continuous_batching(config, seeded(), speculative=DRAFTED, max_slots=2)
+    manager.start()
+    manager.add_requests(prompts(4), max_new_tokens=24)
+    errors = [output.error for output in results(manager, 4).values()]
+    assert all("no room" in error for error in errors)
+    manager.stop()
+    assert isinstance(manager.background_thread_status.fatal_error, MemoryError)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("error", [MemoryError("no room"), SystemExit(3), KeyboardInterrupt()])
+def test_who_waits_hears_of_what_ends_the_thread(
+    model: Any, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = model.init_continuous_batching(settings(model), seeded())
+    waits = threading.Event()
+
+    def fail() -> None:
+        waits.wait(WAIT)
+        raise error
+
+    monkeypatch.setattr(manager, "_decode_all", fail)
+    manager.start()
+    threading.Timer(0.1, waits.set).start()
+    with pytest.raises(RuntimeError, match="ended by an exception") as raised:
+        manager.get_result()
+    assert repr(error) in repr(raised.value.__cause__)
+    manager.stop()
+
+
+def test_who_waits_goes_on_when_another_thread_stops_the_run(model: Any) -> None:
+    manager = model.init_continuous_batching(settings(model), seeded())
+    manager.start()
+    threading.Timer(0.1, lambda: manager.stop(block=False)).start()
+    assert manager.get_result() is None
+
+
+def test_processors_of_a_run_can_be_turned_off(model: Any) -> None:
+    config = settings(model)
+    expected = [alone(model, prompt, config) for prompt in prompts(2)]
+    config.suppress_tokens = sorted({*expected[0][:3], *expected[1][:3]})
+    manager = model.init_continuous_batching(config, seeded(), speculative=DRAFTED)
+    manager.logit_processor.clear()
+    manager.start()
+    names = manager.add_requests(prompts(2))
+    found = results(manager, 2)
+    manager.stop()
+    assert [found[name].generated_tokens for name in names] == expected
+
+
+@pytest.mark.slow
+def test_two_thousand_requests_leave_nothing_behind(model: Any) -> None:
+    chosen = random.Random(5)
+    texts = prompts(2000, 7)
+    config = settings(model, max_new_tokens=12)
+    kept: list[int] = []
+    with running(model, config, max_slots=4) as manager:
+        for first in range(0, len(texts), 200):
+            expected = {}
+            for index in range(first, first + 200):
+                fails = chosen.random() < 0.05
+                own = broken_after(len(texts[index]) + 3) if fails else {}
+                name = manager.add_request(texts[index], **own)
+                expected[name] = None if fails else index
+            for name, output in results(manager, 200).items():
+                assert (output.error is None) is (expected[name] is not None)
+                if expected[name] is not None and expected[name] % 20 == 0:
+                    text = texts[expected[name]]
+                    assert output.generated_tokens == alone(model, text, config)
+            gc.collect()
+            kept.append(sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()))
+    assert kept[-1] <= kept[1]

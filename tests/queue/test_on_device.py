@@ -1,0 +1,129 @@
+"""Queues in the steps of a device: one launch and one read for all rows, replayed from graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import lookahead_hf
+from lookahead_hf.engines.cuda import graphs
+from lookahead_hf.queue.prompts import Prompts
+from lookahead_hf.runner.transfer import HostCopy
+from tests.helpers import models
+from tests.helpers.device import TapeRecorder, taped
+from tests.helpers.requests import (
+    DRAFTED,
+    alone,
+    prompts,
+    results,
+    running,
+    seeded,
+    settings,
+    speculated,
+)
+
+COPIES = lookahead_hf.SpeculativeConfig(budget=6, drafters=("ngram",))
+"""Drafts for which nothing but the verdict is read."""
+
+
+@pytest.fixture(params=["llama", "gemma3", "mistral"])
+def model(request: pytest.FixtureRequest) -> Any:
+    return lookahead_hf.enable(models.tiny(request.param), default=DRAFTED)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TapeRecorder]]:
+    with taped(monkeypatch) as recorders:
+        yield recorders
+
+
+def num_replays(made: list[TapeRecorder]) -> int:
+    return sum(each.num_replays for recorder in made for each in recorder.recordings)
+
+
+def test_a_step_is_one_launch_and_one_read(
+    model: Any, made: list[TapeRecorder], live: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sends, send = list[int](), HostCopy.send
+
+    def sent(self: Any) -> None:
+        sends.extend([1] if self._waiting else [])
+        send(self)
+
+    monkeypatch.setattr(HostCopy, "send", sent)
+    config, texts = settings(model, max_new_tokens=60), prompts(7)
+    found = model.generate_batch(texts, config, speculative=COPIES, max_slots=3).values()
+    assert [each.generated_tokens for each in found] == [alone(model, t, config) for t in texts]
+    assert {each.execution for each in speculated(found)} == {"replayed"}
+    assert max(live) == 3
+    assert num_replays(made) == len(sends) == len(live)
+
+
+def test_rows_with_rules_of_their_own_are_decided_on_the_host(
+    model: Any, made: list[TapeRecorder]
+) -> None:
+    config, texts = settings(model), prompts(6)
+    own: list[dict[str, Any]] = [{} for _ in texts]
+    own[1], own[3], own[5] = (
+        {"repetition_penalty": 1.3},
+        {"do_sample": True},
+        {"max_new_tokens": 50},
+    )
+    with running(model, config, max_slots=3) as manager:
+        with manager.pause():
+            for index, (text, rules) in enumerate(zip(texts, own, strict=True)):
+                manager.add_request(text, request_id=str(index), **rules)
+        found = results(manager, len(texts))
+    for index, (text, rules) in enumerate(zip(texts, own, strict=True)):
+        expected = alone(model, text, settings(model, **rules), index)
+        assert found[str(index)].generated_tokens == expected
+    assert {each.execution for each in speculated(found.values())} == {"replayed"}
+    (kept,) = graphs.of_model(model).sets
+    assert {decides for *_, decides in kept.recordings} == {True, False}
+
+
+def test_a_longer_text_moves_all_rows_to_larger_graphs(
+    model: Any, made: list[TapeRecorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "LEAST_VISIBLE", 32)
+    config, texts, most_new = settings(model), prompts(5), (9, 60, 150, 20, 300)
+    with running(model, config, max_slots=2) as manager:
+        with manager.pause():
+            for index, (text, most) in enumerate(zip(texts, most_new, strict=True)):
+                manager.add_request(text, request_id=str(index), max_new_tokens=most)
+        found = results(manager, len(texts))
+    for index, (text, most) in enumerate(zip(texts, most_new, strict=True)):
+        expected = alone(model, text, settings(model, max_new_tokens=most))
+        assert found[str(index)].generated_tokens == expected
+    assert {each.execution for each in speculated(found.values())} == {"replayed"}
+    assert sum(bool(recorder.recordings) for recorder in made) > 1
+
+
+def test_texts_of_one_prompt_begin_with_a_copy(model: Any, made: list[TapeRecorder]) -> None:
+    text, config = prompts(1, 5)[0], settings(model, do_sample=True)
+    found = model.generate_batch([text] * 4, config, seeded(), max_slots=3).values()
+    assert [each.generated_tokens for each in found] == [
+        alone(model, text, config, index) for index in range(4)
+    ]
+    speculated(found)
+
+
+def test_graphs_go_on_after_a_pause(
+    model: Any, made: list[TapeRecorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch, seen = Prompts.launch, list[int]()
+
+    def renewed(self: Any, rows: Any, draft: Any) -> Any:
+        seen.append(1)
+        if len(seen) % 4 == 0:
+            self.renew(None)
+        return launch(self, rows, draft)
+
+    monkeypatch.setattr(Prompts, "launch", renewed)
+    config, texts = settings(model), prompts(5)
+    found = model.generate_batch(texts, config, max_slots=3).values()
+    assert [each.generated_tokens for each in found] == [alone(model, t, config) for t in texts]
+    assert {each.execution for each in speculated(found)} == {"replayed"}
+    assert num_replays(made) == len(seen) > 8

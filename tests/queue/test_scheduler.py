@@ -1,0 +1,123 @@
+"""Prompts that enter in pieces, beside rows that decode."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import lookahead_hf
+from lookahead_hf.queue import scheduler
+from lookahead_hf.runner.host import Runner
+from tests.helpers import models
+from tests.helpers.requests import (
+    DRAFTED,
+    alone,
+    prompts,
+    results,
+    seeded,
+    settings,
+    speculated,
+)
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2", "gemma3"])
+def model(request: pytest.FixtureRequest) -> Any:
+    return lookahead_hf.enable(models.tiny(request.param))
+
+
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The tokens of rows that decode, and those of prompts, in every flat block."""
+    seen: list[tuple[int, int]] = []
+    launch, beside = Runner.launch, Runner.launch_beside
+
+    def counted(self: Any, rows: Any, draft: Any) -> Any:
+        seen.append((int(rows.live.sum()) + draft.num_nodes, 0))
+        return launch(self, rows, draft)
+
+    def counted_beside(self: Any, rows: Any, draft: Any, chunks: Any) -> Any:
+        seen.append((int(rows.live.sum()) + draft.num_nodes, sum(map(len, chunks.values()))))
+        return beside(self, rows, draft, chunks)
+
+    monkeypatch.setattr(Runner, "launch", counted)
+    monkeypatch.setattr(Runner, "launch_beside", counted_beside)
+    return seen
+
+
+@pytest.mark.parametrize("most", [5, 24])
+def test_no_step_has_more_tokens_than_it_may(
+    model: Any, blocks: list[tuple[int, int]], most: int
+) -> None:
+    texts, config = prompts(9), settings(model, eos_token_id=[5, 40])
+    batching = seeded(max_batch_tokens=most)
+    found = model.generate_batch(texts, config, batching, speculative=DRAFTED, max_slots=3)
+    assert [each.generated_tokens for each in found.values()] == [
+        alone(model, text, config) for text in texts
+    ]
+    if most > 5:  # with 5 tokens for 3 rows, no row has a draft
+        speculated(found.values())
+    assert any(decoding and pieces for decoding, pieces in blocks)
+    assert max(decoding + pieces for decoding, pieces in blocks) <= most
+    assert sum(pieces for _, pieces in blocks) >= sum(len(t) for t in texts if len(t) > most)
+
+
+def test_a_long_prompt_does_not_hold_up_the_others(
+    blocks: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = lookahead_hf.enable(models.tiny("llama"))
+    monkeypatch.setattr(scheduler, "CHUNK", 8)
+    short, *_ = prompts(1, longest=4)
+    texts, config = [short, (prompts(1, 3)[0] * 30)[:80]], settings(model, max_new_tokens=40)
+    found = model.generate_batch(texts, config, speculative=DRAFTED, max_slots=2)
+    assert [each.generated_tokens for each in found.values()] == [
+        alone(model, text, config) for text in texts
+    ]
+    assert [pieces for decoding, pieces in blocks if pieces] == [8] * 10
+    assert sum(decoding > 0 for decoding, pieces in blocks if pieces) > 5
+    speculated(found.values())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error"),
+    [
+        ([], "a non-empty list of token ids"),
+        ("text", "a non-empty list of token ids"),
+        ([[1, 2]], "a non-empty list of token ids"),
+        ([torch.tensor([1, 2])] * 3, "TypeError"),
+        ([None, 1], "TypeError"),
+        ([*range(5, 25), 10_000], "index"),  # found by the embedding, in the third piece
+    ],
+)
+def test_what_is_no_prompt_fails_alone(
+    model: Any, prompt: Any, error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "CHUNK", 8)
+    texts, config = [*prompts(2), prompt], settings(model)
+    found = list(model.generate_batch(texts, config, speculative=DRAFTED, max_slots=3).values())
+    assert error in found[2].error
+    for index in (0, 1):
+        assert found[index].generated_tokens == alone(model, texts[index], config)
+
+
+def test_a_prompt_that_makes_nan_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece of one token is joined with a row beside it, and masks do not hold NaN back."""
+    undrafted = lookahead_hf.SpeculativeConfig(budget=0)
+    model = lookahead_hf.enable(models.tiny("llama"), default=undrafted)
+    monkeypatch.setattr(scheduler, "CHUNK", 8)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[77] = float("nan")
+    chosen, lengths, most_new = random.Random(3), (60, 60, 41), (100, 2, 30)
+    texts = [[chosen.randrange(3, 70) for _ in range(length)] for length in lengths]
+    texts[1][3] = 77
+    manager = model.init_continuous_batching(settings(model), seeded(), max_slots=2)
+    for number, (text, most) in enumerate(zip(texts, most_new, strict=True)):
+        manager.add_request(text, request_id=str(number), max_new_tokens=most)
+    manager.start()
+    found = results(manager, len(texts))
+    manager.stop()
+    for number in (0, 2):
+        config = settings(model, max_new_tokens=most_new[number])
+        assert found[str(number)].generated_tokens == alone(model, texts[number], config)

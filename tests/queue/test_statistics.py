@@ -1,0 +1,153 @@
+"""Statistics of every request, which add up to those of the run."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lookahead_hf
+from lookahead_hf.draft import DraftTree, Verdict
+from lookahead_hf.generation.recorder import StatsRecorder
+from lookahead_hf.queue import manager as managers
+from lookahead_hf.queue import scheduler
+from lookahead_hf.queue.session import RowTimes
+from lookahead_hf.rows import Rows
+from lookahead_hf.stats import joined
+from lookahead_hf.trace.steps import PARTS
+from tests.helpers import models
+from tests.helpers.requests import DRAFTED, WAIT, prompts, running, seeded, settings, speculated
+
+
+@pytest.fixture
+def sessions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The sessions of the runs."""
+    made: list[Any] = []
+    new_session = managers.new_session
+
+    def kept(*given: Any) -> Any:
+        made.append(new_session(*given))
+        return made[-1]
+
+    monkeypatch.setattr(managers, "new_session", kept)
+    monkeypatch.setattr(scheduler, "CHUNK", 8)
+    return made
+
+
+@pytest.fixture
+def every_step(monkeypatch: pytest.MonkeyPatch) -> StatsRecorder:
+    """Counts the steps of three rows, whichever requests have them."""
+    whole, observe = StatsRecorder(3), StatsRecorder.observe
+
+    def observed(self: StatsRecorder, draft: DraftTree, verdict: Verdict) -> None:
+        observe(self, draft, verdict)
+        observe(whole, draft, verdict)
+
+    monkeypatch.setattr(StatsRecorder, "observe", observed)
+    return whole
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"], ids=["flat", "padded"])
+@pytest.mark.parametrize("num_new", [1, 24])
+def test_requests_add_up_to_the_run(
+    sessions: list[Any], every_step: StatsRecorder, attn: str, num_new: int
+) -> None:
+    model = lookahead_hf.enable(models.tiny("llama", attn=attn), default=DRAFTED)
+    config = settings(model, do_sample=True, num_return_sequences=2, max_new_tokens=num_new)
+    texts = prompts(6)
+    found = model.generate_batch(texts, config, seeded(), max_slots=3).values()
+    stats = [output.speculative_stats for output in found]
+    (session,) = sessions
+    total, run = reduce(joined, stats), every_step.finish(session.rows)
+    assert session.runner.is_flat is (attn == "sdpa")
+    times = sum(getattr(total, f"{name}_ms") for name in PARTS)
+    assert times == pytest.approx(sum(session.stats.milliseconds.values()))
+    for name in ("num_moved", "num_accepted", "accepted_histogram", "max_width"):
+        assert getattr(total, name) == getattr(run, name)
+    assert total.num_emitted == sum(len(output.generated_tokens) for output in found)
+    assert total.num_steps == total.row_steps == sum(total.budget_histogram.values())
+    assert total.num_accepted == sum(k * n for k, n in enumerate(total.accepted_histogram))
+    alone = sum(each.num_fed for each in stats if not each.num_steps)
+    if num_new == 1:  # every prompt is read once, and nothing else
+        assert (alone, session.runner.num_fed) == (sum(map(len, texts)), 0)
+    else:
+        speculated(found)
+        assert total.num_moved > 0
+        read_alone = total.num_fed - session.runner.num_fed
+        assert 0 < read_alone <= sum(map(len, texts))
+        assert session.runner.num_fed == session.runner.step_tokens.sum()
+
+
+def test_a_request_has_every_statistic(sessions: list[Any]) -> None:
+    model = lookahead_hf.enable(models.tiny("llama"), default=DRAFTED)
+    found = model.generate_batch(prompts(5), settings(model), max_slots=2).values()
+    assert lookahead_hf.totals(model).num_calls == 5
+    for output, stats in zip(found, speculated(found), strict=True):
+        assert stats.num_emitted == len(output.generated_tokens)
+        assert stats.num_emitted == 1 + stats.row_steps + stats.num_accepted
+        assert set(stats.per_source) == {"ngram", "recycling"}
+        assert sum(source.accepted for source in stats.per_source.values()) >= stats.num_accepted
+        assert stats.to_dict("vllm")["num_spec_steps"] == stats.row_steps
+        empty = {name for name, value in stats.to_dict().items() if not value}
+        assert empty <= {
+            "own_code",
+            "trace",
+            "fallback_reason",
+            "num_undrafted",
+            "num_moved",
+            "num_accepted",
+            "acceptance_rate",
+        }
+        assert stats.execution == "compiled" and stats.engine == "walk"
+        assert stats.max_width >= 1 and max(stats.budget_histogram) <= DRAFTED.budget
+
+
+@pytest.mark.parametrize("queue", [0, 2], ids=["the caller's thread", "a thread of its own"])
+def test_the_latest_statistics_are_those_of_the_whole_run(queue: int) -> None:
+    model = lookahead_hf.enable(models.tiny("llama"), default=DRAFTED)
+    for count in (4, 3):
+        found = model.generate_batch(
+            prompts(count), settings(model), seeded(max_queue_size=queue), max_slots=2
+        ).values()
+        total, run = reduce(joined, speculated(found)), lookahead_hf.last_stats(model)
+        assert run is not None
+        assert (run.rows, run.num_emitted) == (count, 24 * count)
+        for name in ("num_steps", "num_accepted", "per_source", "accepted_histogram"):
+            assert getattr(run, name) == getattr(total, name)
+        assert {*run.row_stats} == {*total.row_stats}
+    with running(model, settings(model)) as manager:
+        manager.add_requests(prompts(2))
+        *_, last = [manager.get_result(timeout=WAIT) for _ in range(2)]
+    assert lookahead_hf.last_stats(model) == last.speculative_stats
+
+
+def test_the_time_of_a_step_is_shared_by_what_rows_do_in_it() -> None:
+    """Row 0 decodes a draft of one token, row 1 reads six tokens of its prompt, row 2 has none."""
+    recorder = StatsRecorder(3)
+    times = RowTimes(3, recorder)
+    for name, spent in {"draft": 10.0, "forward": 80.0, "verify": 4.0}.items():
+        recorder.milliseconds[name] += spent
+    times.share(np.array([True, False, False]), np.array([2, 6, 0]))
+    first, second, none = (times.of_row(row)["milliseconds"] for row in range(3))
+    assert (first["draft"], first["forward"], first["verify"]) == (10, 20, 4)
+    assert (second["prefill"], second["forward"], second["draft"]) == (60, 0, 0)
+    assert not any(none.values())
+    assert [times.of_row(row)["num_fed"] for row in range(3)] == [2, 6, 0]
+    times.free(1)
+    assert times.of_row(1)["milliseconds"]["prefill"] == times.of_row(1)["num_fed"] == 0
+
+
+def test_a_row_is_counted_apart_until_another_text_takes_it() -> None:
+    recorder, rows = StatsRecorder(2), Rows(np.zeros((2, 1), np.int64))
+    draft = DraftTree.from_rows([((5, 6), (-1, -1)), ((7,), (-1,))])
+    recorder.observe(draft, Verdict.from_rows([(6, 8), (9,)], [(1,), ()]))
+    first, second = (recorder.of_row(rows, row, recorder.milliseconds) for row in range(2))
+    assert (first.accepted_histogram, first.budget_histogram) == ((0, 1), {2: 1})
+    assert (first.num_moved, first.max_width, first.num_steps) == (1, 2, 1)
+    assert (second.accepted_histogram, second.budget_histogram) == ((1,), {1: 1})
+    assert (second.num_moved, second.max_width, second.row_stats[0].num_drafted) == (0, 1, 1)
+    recorder.free(0)
+    assert recorder.of_row(rows, 0, recorder.milliseconds).num_steps == 0
+    assert recorder.finish(rows).row_steps == 1

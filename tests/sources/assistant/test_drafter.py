@@ -1,0 +1,183 @@
+"""An assistant writes ahead in ragged batches, and its cache follows what the target decides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import lookahead_hf
+from lookahead_hf.draft import ROOT, DraftTree
+from lookahead_hf.rows import Rows
+from lookahead_hf.sources.assistant.drafter import AssistantDrafter, TargetCall
+from tests.helpers.architectures import build
+from tests.helpers.drafts import paths, rows_of
+from tests.helpers.models import VOCAB, characters, prompt, tiny
+from tests.helpers.speech import frames, tiny_whisper
+
+TEXTS = [prompt(length=30, seed=row)[0].tolist() for row in range(3)]
+LENGTHS = [5, 9, 2]
+
+
+def logits_after(model: Any, tokens: Sequence[int]) -> torch.Tensor:
+    """The model's own logits, [vocab]."""
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([list(tokens)])).logits[0, -1]
+
+
+def begun(model: Any, rows: Rows, **options: Any) -> AssistantDrafter:
+    drafter = AssistantDrafter(model, **{"min_reach": 0.0, "num_draft": 4, **options})
+    drafter.begin(rows)
+    return drafter
+
+
+def check_tree(model: Any, rows: Rows, tree: DraftTree, top_k: int, beam: int, depth: int) -> None:
+    """Every node that has children has the model's likeliest tokens; so many at each depth."""
+    for row in np.flatnonzero(rows.live).tolist():
+        parents = tree.parents[tree.row(row)]
+        depths = tree.depth[tree.row(row)]
+        gone_on = sorted(set(parents.tolist()))
+        for node in gone_on:
+            path = [] if node == ROOT else paths(tree, row)[node]
+            best = logits_after(model, [*rows.context(row).tolist(), *path]).topk(top_k).indices
+            children = tree.token_ids[tree.row(row)][parents == node]
+            assert sorted(children.tolist()) == sorted(best.tolist())
+        assert ROOT in gone_on
+        of_depth = [int(sum(depths[n] == d for n in gone_on if n != ROOT)) for d in range(1, depth)]
+        assert of_depth == [min(beam, top_k), *[beam] * (depth - 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "beam"),
+    [("llama", 1), ("llama", 2), ("gemma3", 1), ("gemma3", 3), ("mistral", 1), ("gpt2", 1)],
+)
+def test_drafts_are_what_the_model_would_write_in_every_step(name: str, beam: int) -> None:
+    model = tiny(name)
+    rows = rows_of([text[:length] for text, length in zip(TEXTS, LENGTHS, strict=True)])
+    drafter = begun(model, rows, beam=beam)
+    for step in range(4):
+        tree = drafter.propose(rows, 64)
+        check_tree(model, rows, tree, top_k=3, beam=beam, depth=4)
+        for row in range(3):  # row 0 accepts it all, row 1 a part, row 2 nothing
+            drafted = paths(tree, row)[-1][:-1]
+            for token in [*drafted[: 2 * (2 - row)], 3 + step]:
+                rows.emit(row, token)
+    drafter.end(rows)
+
+
+def test_a_draft_ends_where_its_like_are_not_accepted() -> None:
+    rows = rows_of([TEXTS[0], TEXTS[1]])
+    drafter = begun(tiny("llama"), rows, min_reach=0.2)
+    drafter.rates = np.zeros(drafter.num_buckets, np.float32)
+    assert set(drafter.propose(rows, 64).depth.tolist()) == {1}
+    drafter.rates = np.ones(drafter.num_buckets, np.float32)
+    assert set(drafter.propose(rows, 64).depth.tolist()) == {1, 2, 3, 4}
+    assert set(drafter.propose(rows, 2).depth.tolist()) == {1, 2}
+
+
+def test_ids_that_only_one_of_the_two_knows_are_not_drafted_and_not_read() -> None:
+    model = tiny("llama")
+    rows = rows_of([[*TEXTS[0], VOCAB + 50, 7], TEXTS[1]])
+    same = dict.fromkeys(("target_tokenizer", "assistant_tokenizer"), characters())
+    tree = begun(model, rows, call=TargetCall(40), top_k=5, **same).propose(rows, 64)
+    assert tree.num_nodes and tree.token_ids.max() < 40
+    best = logits_after(model, [*TEXTS[0], 0, 7])[:40].topk(5).indices
+    assert sorted(tree.token_ids[:5].tolist()) == sorted(best.tolist())
+
+
+def test_texts_beyond_the_assistants_positions_get_no_draft() -> None:
+    model = tiny("llama")
+    model.config.max_position_embeddings = 20
+    rows = rows_of([TEXTS[0], TEXTS[1][:12]])
+    drafter = begun(model, rows)
+    tree = drafter.propose(rows, 64)
+    assert np.diff(tree.row_offsets).tolist() == [0, 12]
+    for token in TEXTS[1][12:18]:
+        rows.emit(1, token)
+    assert drafter.propose(rows, 64).num_nodes == 0
+
+
+def test_a_call_without_a_prompt_gets_no_draft() -> None:
+    rows = Rows(np.zeros((2, 0), np.int64))
+    for row in range(2):
+        rows.emit(row, 5)
+    drafter = begun(tiny("llama"), rows)
+    assert drafter.propose(rows, 64).num_nodes == 0
+    drafter.end(rows)
+
+
+def test_an_assistant_with_dropout_at_work_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot be an assistant here.*uses dropout"):
+        begun(tiny("gpt2").train(), rows_of([TEXTS[0]]))
+
+
+def test_another_vocabulary_needs_both_tokenizers_and_drafts_chains() -> None:
+    model = tiny("llama")
+    both = {
+        "target_tokenizer": characters(),
+        "assistant_tokenizer": characters(pad_token="<pad>"),
+    }
+    for padded in (VOCAB - 2, VOCAB, VOCAB + 2):
+        AssistantDrafter(model, call=TargetCall(padded))
+    for vocab_size in (VOCAB // 2, VOCAB + 10):
+        with pytest.raises(ValueError, match=f"{VOCAB} token ids, the model {vocab_size}"):
+            AssistantDrafter(model, call=TargetCall(vocab_size), target_tokenizer=characters())
+        AssistantDrafter(model, call=TargetCall(vocab_size), **both)
+    for option in ("top_k", "beam"):
+        with pytest.raises(ValueError, match="another vocabulary drafts chains"):
+            AssistantDrafter(model, **both, **{option: 2})
+
+
+@pytest.mark.parametrize(
+    ("options", "of_call", "of_assistant", "depth"),
+    [
+        ({}, None, None, 8),
+        ({}, None, 3, 3),
+        ({}, 2, 3, 2),
+        ({"num_draft": 5}, 2, 3, 5),
+        ({}, None, 200, 64),
+    ],
+)
+def test_generation_settings_say_how_far_to_write(
+    options: dict[str, int], of_call: int | None, of_assistant: int | None, depth: int
+) -> None:
+    model, rows = tiny("llama"), rows_of([TEXTS[0]])
+    model.generation_config.num_assistant_tokens = of_assistant
+    call = TargetCall(settings={"num_assistant_tokens": of_call})
+    drafter = AssistantDrafter(model, min_reach=0.0, call=call, **options)
+    drafter.begin(rows)
+    assert drafter.propose(rows, 256).depth.max() == depth
+
+
+def test_a_recurrent_assistant_is_left_out_by_its_own_name() -> None:
+    with pytest.raises(ValueError, match="Lfm2ForCausalLM cannot be an assistant here") as raised:
+        begun(build("lfm2"), rows_of(TEXTS[:1]))
+    assert "To speculate" not in str(raised.value)
+
+
+def test_settings_that_nobody_made_are_not_warned_of(recwarn: pytest.WarningsRecorder) -> None:
+    """Whisper's own `generate` fills in transformers' defaults."""
+    model, other = tiny_whisper(), tiny_whisper()
+    call = {"max_new_tokens": 8, "assistant_model": other, "language": None}
+    lookahead_hf.enable_everywhere(default=True)
+    try:
+        model.generate(frames(), **call)
+    finally:
+        lookahead_hf.disable_everywhere()
+    assert not [each for each in recwarn if "is not used" in str(each.message)]
+
+
+def test_generation_settings_that_are_not_served_are_named() -> None:
+    model = tiny("llama")
+    with pytest.warns(UserWarning, match="assistant_confidence_threshold=0.7 is not used.*min_rea"):
+        settings: dict[str, Any] = {"assistant_confidence_threshold": 0.7}
+        AssistantDrafter(model, call=TargetCall(settings=settings))
+    model.generation_config.num_assistant_tokens_schedule = "heuristic"
+    with pytest.warns(UserWarning, match="num_assistant_tokens_schedule='heuristic' is not used"):
+        AssistantDrafter(model)
+    with pytest.raises(ValueError, match="num_assistant_tokens is 0"):
+        model.generation_config.num_assistant_tokens_schedule = "constant"
+        AssistantDrafter(model, call=TargetCall(settings={"num_assistant_tokens": 0}))

@@ -1,0 +1,177 @@
+"""`lookahead-hf pool`: from texts to a file, and what is said of files."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lookahead_hf.ngram_pool import NgramPool
+from lookahead_hf.ngram_pool.matches import NUM_BUCKETS
+from lookahead_hf.sources.pool import fingerprint
+from tests.helpers.commands import Run
+from tests.helpers.tiny_chat import byte_tokenizer
+
+EVEN = np.full(NUM_BUCKETS, 0.5)
+
+
+Pool = Callable[..., Any]
+
+
+@pytest.fixture
+def pool(run: Run) -> Pool:
+    """Runs a command on pools and returns what it says to programs."""
+    return lambda *words: run("pool", *words, "--json").result
+
+
+def continuation(file: str, text: str) -> str:
+    ids = byte_tokenizer()(text)["input_ids"]
+    tree = NgramPool.load(file).grow(ids, EVEN, 4, min_ngram=4)
+    return byte_tokenizer().decode(tree.token_ids)
+
+
+def test_a_pool_is_built_from_text(folder: str, pool: Pool) -> None:
+    Path("a.txt").write_text("the quick brown fox\njumps\n")
+    Path("b.txt").write_text("")
+    said = pool("build", "--tokenizer", folder, "a.txt", "b.txt")
+    assert said["file"] == "pool.safetensors"
+    assert (said["num_tokens"], said["num_texts"]) == (26, 1)
+    assert said["vocab_size"] == len(byte_tokenizer())
+    assert said["tokenizer_fingerprint"] == fingerprint(byte_tokenizer())
+    assert continuation("pool.safetensors", "a quick") == " bro"
+
+
+def test_a_long_text_is_cut_at_line_ends(folder: str, pool: Pool) -> None:
+    Path("long.txt").write_text("word ü and more of it\n" * 5_000)
+    said = pool("build", "--tokenizer", folder, "long.txt")
+    assert said["num_tokens"] == 23 * 5_000
+    assert said["num_texts"] == 2
+
+
+def test_a_field_of_each_record_is_taken(folder: str, pool: Pool) -> None:
+    records = [{"turn": {"answer": f"number {i} is even"}, "text": "no"} for i in range(600)]
+    Path("a.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n\n")
+    words = ["build", "--tokenizer", folder, "--output", "out", "--field", "turn.answer"]
+    said = pool(*words, "a.jsonl")
+    assert said["num_texts"] == 600
+    assert continuation("out", "number 7 is") == " eve"
+
+
+def save(file: str, text: Sequence[int], **options: Any) -> None:
+    pool = NgramPool(**{"max_tokens": 1_000, **options})
+    pool.add(text)
+    pool.save(file)
+
+
+def damage(file: str) -> None:
+    """Turn a bit of a file."""
+    content = bytearray(Path(file).read_bytes())
+    content[-1] ^= 4
+    Path(file).write_bytes(content)
+
+
+def test_info_says_what_a_pool_holds(run: Run, pool: Pool) -> None:
+    save("a", [1, 2, 3], vocab_size=49_152)
+    shown = run("pool", "info", "a").out
+    assert "tokens: 3 of 1,000 at most" in shown
+    assert "vocabulary: 49,152 tokens" in shown
+    assert "tokenizer: unknown" in shown
+    assert pool("info", "a")["vocab_size"] == 49_152
+
+
+def test_pools_are_merged_in_order_and_whole(pool: Pool) -> None:
+    save("a", range(900))
+    save("b", range(900, 1_800), max_tokens=901)
+    said = pool("merge", "c", "a", "b")
+    assert (said["num_tokens"], said["max_tokens"]) == (1_800, 1_802)
+    assert NgramPool.load("c").grow([899], EVEN, 1).token_ids.tolist() == []
+    assert NgramPool.load("c").grow([898], EVEN, 1).token_ids.tolist() == [899]
+    said = pool("merge", "c", "a", "b", "--max-tokens", "1000")
+    assert said["num_tokens"] == 998
+    # Into one of them.
+    assert pool("merge", "a", "a", "b")["num_tokens"] == 1_800
+
+
+WORKER = """
+import os, signal, sys
+from lookahead_hf.ngram_pool import NgramPool
+
+name, first, dies_at = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+shared, learned = NgramPool.load("shared.safetensors"), NgramPool(1_000)
+for number in range(5):
+    assert len(shared) == 900
+    learned.add(range(first + 100 * number, first + 100 * number + 50))
+    if number == dies_at:
+        os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # its part is written, not whole
+    learned.save(f"learned/{name}.safetensors")
+"""
+
+
+def test_pools_of_two_workers_are_merged_though_one_was_killed(pool: Pool) -> None:
+    save("shared.safetensors", range(900))
+    Path("learned").mkdir()
+    workers = [
+        subprocess.Popen([sys.executable, "-c", WORKER, *words])
+        for words in (("a", "10000", "-1"), ("b", "20000", "3"))
+    ]
+    assert [worker.wait(300) for worker in workers] == [0, -signal.SIGKILL]
+    left = sorted(each.suffix for each in Path("learned").iterdir())
+    assert left == [".part", ".safetensors", ".safetensors"]
+    files = sorted(map(str, Path("learned").glob("*.safetensors")))
+    said = pool("merge", "all.safetensors", "shared.safetensors", *files)
+    assert said["num_texts"] == 1 + 5 + 3
+    assert said["num_tokens"] == 900 + 8 * 50
+    merged = NgramPool.load("all.safetensors")
+    following = {n: merged.grow([n], EVEN, 1).token_ids.tolist() for n in (10_440, 20_240, 20_340)}
+    assert following == {10_440: [10_441], 20_240: [20_241], 20_340: []}
+
+
+def test_check_finds_a_changed_bit(run: Run, pool: Pool) -> None:
+    save("a", range(900))
+    assert pool("check", "a") == {"file": "a", "intact": True}
+    assert run("pool", "check", "a").out == "a is intact\n"
+    damage("a")
+    assert "checksum" in run("pool", "check", "a", code=1).err
+
+
+def test_what_cannot_be_done_is_one_message(folder: str, run: Run) -> None:
+    Path("text.txt").write_text("hello")
+    Path("bytes.txt").write_bytes(b"\xff\xfe\x00")
+    Path("broken.jsonl").write_text('{"text": "a"}\n{"text": ')
+    Path("other.jsonl").write_text('{"content": "a"}\n')
+    Path("number.jsonl").write_text('{"text": 5}\n')
+    save("a", [1], vocab_size=10)
+    save("b", [1], vocab_size=20)
+    save("x", [1], tokenizer_fingerprint="X")
+    save("y", [1], tokenizer_fingerprint="Y")
+    save("none", [15])
+    save("damaged", range(900))
+    damage("damaged")
+    build = ["build", "--tokenizer", folder]
+    failing = {
+        "nothing.txt: No such file": [*build, "nothing.txt"],
+        "could not be loaded": ["build", "--tokenizer", ".", "text.txt"],
+        "no folder nowhere": [*build, "nothing.txt", "--output", "nowhere/c"],
+        "no folder beyond": ["merge", "beyond/c", "a", "nothing"],
+        "bytes.txt is not a text in UTF-8": [*build, "bytes.txt"],
+        "broken.jsonl, line 2: this is not JSON": [*build, "broken.jsonl"],
+        "no field 'text', only content": [*build, "other.jsonl"],
+        "the field 'text' is not a text": [*build, "number.jsonl"],
+        "max_tokens is 0": [*build, "text.txt", "--max-tokens", "0"],
+        "is not a pool": ["info", "text.txt"],
+        "have vocab_size 10 and 20": ["merge", "c", "a", "b"],
+        "tokenizer_fingerprint 'X' and 'Y'": ["merge", "c", "none", "x", "y"],
+        "token ids up to 15, but their vocabulary has 10": ["merge", "c", "none", "a"],
+        "its checksum does not match": ["merge", "c", "none", "damaged"],
+    }
+    for message, words in failing.items():
+        said = run("pool", *words, code=1).err
+        assert message in said and "Traceback" not in said
+    assert not Path("pool.safetensors").exists() and not Path("c").exists()

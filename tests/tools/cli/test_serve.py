@@ -1,0 +1,102 @@
+"""`lookahead-hf serve`."""
+
+from __future__ import annotations
+
+import re
+import socket
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from lookahead_hf.ngram_pool import NgramPool
+from lookahead_hf.tools.cli import main
+from lookahead_hf.tools.cli.commands.serve import NEEDS
+from tests.helpers.commands import Run
+from tests.helpers.served import free_port, running
+
+
+def _server_packages() -> Any:
+    """uvicorn; skips the test if a package of the extra is missing."""
+    return [pytest.importorskip(name) for name in (*NEEDS, "uvicorn")][-1]
+
+
+def test_the_command_serves_a_model_with_its_options(
+    folder: str, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    uvicorn = _server_packages()
+    pool = NgramPool(1000)
+    pool.add(list(range(2, 40)))
+    pool.save("pool.safetensors")
+    port, wait = free_port(), uvicorn.Server.run
+    answers: list[Any] = []
+
+    def ask(server: Any) -> None:
+        """In place of waiting for requests: make one."""
+        monkeypatch.setattr(uvicorn.Server, "run", wait)
+        asked: dict[str, Any] = {"prompt": "abc", "max_tokens": 30, "temperature": 0}
+        with running(server, port) as client:
+            answers.append(client.completions.create(model=folder, **asked))
+
+    monkeypatch.setattr(uvicorn.Server, "run", ask)
+    monkeypatch.setattr("lookahead_hf.warm_up", lambda model, progress: None)
+    ours = ["--pool", "pool.safetensors", "--config", '{"budget": 6}']
+    theirs = ["--port", str(port), "--host", "localhost", "--device", "cpu"]
+    run("serve", *ours, *theirs, folder)
+    counts = answers[0].metrics["speculative_decoding"]
+    assert counts["num_accepted_draft_tokens"] > 0
+    assert len(counts["acceptance_histogram"]) <= 7
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["--config", '{"budget": -1}'], 2, "an int in 0..64"),
+        (
+            ["--config", '{"pool": "missing.safetensors"}'],
+            1,
+            "'missing.safetensors' cannot be read",
+        ),
+        (["--dtype", "float99"], 1, "float99"),
+        (["--no-such-option"], 2, "no-such-option"),
+        (["/no/such/model"], 1, "did not start"),
+        (["--port", "99999"], 1, "takes a number from 0 to 65535, not 99999"),
+    ],
+)
+def test_what_is_wrong_is_said_before_the_server_starts(
+    words: list[str], code: int, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _server_packages()
+    assert main(["serve", "--port", "0", *words]) == code
+    assert message in re.sub(r"\s+", " ", capfd.readouterr().err)
+
+
+@pytest.mark.parametrize("host", ["localhost", ""])
+def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(
+    host: str, folder: str, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    _server_packages()
+    loads = "transformers.AutoModelForCausalLM.from_pretrained"
+    monkeypatch.setattr(loads, lambda *_, **__: pytest.fail("the model is loaded"))
+    with socket.create_server(("localhost", 0)) as taken:
+        port = taken.getsockname()[1]
+        error = run("serve", "--host", host, "--port", str(port), folder, code=1).err
+    assert f"cannot listen on {host}:{port} (Address already in use)" in error
+
+
+def test_a_name_that_nobody_can_look_up_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    _server_packages()
+    fails = Mock(side_effect=ConnectionError)
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", fails)
+    error = run("serve", "--port", "8123", "OWNER/none@main", code=1).err
+    assert "OWNER/none could not be loaded (the Hugging Face hub cannot be reached" in error
+
+
+def test_without_the_packages_the_command_names_them(
+    monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    monkeypatch.setattr("lookahead_hf.tools.cli.commands.serve.NEEDS", ("json", "no_such_package"))
+    error = run("serve", "m", code=1).err
+    assert "no_such_package" in error and 'pip install "lookahead-hf[serve]"' in error

@@ -1,0 +1,74 @@
+"""The fields of speculation in a request's body, and in an answer's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lookahead_hf import SpeculativeConfig, SpeculativeStats
+from lookahead_hf.ngram_pool import NgramPool
+from lookahead_hf.tools.serving.fields import ServedRequest, add_to_events, take_request
+
+POOL = NgramPool(64)
+SERVER = SpeculativeConfig(budget=4, pool=POOL)
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        (None, None),
+        (False, False),
+        (True, SERVER),
+        ({"budget": 2}, SpeculativeConfig(budget=2, pool=POOL)),
+        ({"drafters": ["ngram", "pool"]}, SpeculativeConfig(drafters=("ngram", "pool"), pool=POOL)),
+        ({"drafters": ["ngram"]}, SpeculativeConfig(drafters=("ngram",))),
+        ("recycling", SpeculativeConfig(drafters=("recycling",))),
+    ],
+)
+def test_a_request_switches_speculation(asked: Any, expected: Any) -> None:
+    body = {"model": "m", "speculative": asked}
+    assert take_request(body, SERVER).speculative == expected
+    assert body == {"model": "m"}
+
+
+@pytest.mark.parametrize(
+    "content", ["ab\n", [{"type": "text", "text": "a"}, {"type": "text", "text": "b\n"}]]
+)
+def test_a_prediction_is_a_string_or_parts(content: Any) -> None:
+    body = {"prediction": {"type": "content", "content": content}}
+    assert take_request(body, SERVER).prediction == "ab\n"
+    assert body == {}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("speculative", "fast", "known: default, prompt_lookup"),
+        ("speculative", 1, "give True, False, one of default"),
+        ("speculative", {"budget": -1}, r"an int in 0\.\.64"),
+        ("speculative", {"speed": 2}, "known: drafters, max_draft_nodes"),
+        ("speculative", {"pool": "/etc/passwd"}, "--pool FILE"),
+        ("speculative", {"learn": True}, '"learn": true'),
+        ("prediction", "text", '"content": TEXT'),
+        ("prediction", {"type": "content"}, '"content": TEXT'),
+        ("prediction", {"type": "content", "content": [{"type": "image"}]}, '"type": "text"'),
+    ],
+)
+def test_a_wrong_value_is_told_what_is_allowed(field: str, value: Any, allowed: str) -> None:
+    with pytest.raises(ValueError, match=allowed):
+        take_request({field: value}, SERVER)
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        b'data: {"choices": [{"text": "\\"usage\\""}]}\n\n',
+        b'data: {"usage": null}\n\n',
+        b'data: "usage"\n\ndata: [DONE]\n\n',
+        b'data: {"error": ""usage""}\n\n',
+        b': "usage"\n\n',
+    ],
+)
+def test_events_without_usage_stay_as_they_are(events: bytes) -> None:
+    assert add_to_events(events, ServedRequest(stats=SpeculativeStats())) == events

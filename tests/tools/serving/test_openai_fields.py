@@ -1,0 +1,211 @@
+"""Fields of OpenAI's API: each is obeyed, or refused with a sentence that clients show."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lookahead_hf import SpeculativeConfig
+from lookahead_hf.tools.serving.fields import CHAT, COMPLETIONS, REFUSED, RESPONSES, check_fields
+from tests.helpers.served import Served, serving
+from tests.helpers.tiny_chat import DRAFTING
+
+SAID = [{"role": "user", "content": "a"}]
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+NEEDED: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": SAID},
+    COMPLETIONS: {"prompt": "a"},
+    RESPONSES: {"input": "a"},
+}
+
+
+@pytest.fixture(autouse=True)
+def without_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No model was ever loaded from the hub."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "none"))
+    monkeypatch.setattr("huggingface_hub.utils._cache_manager.HF_HUB_CACHE", str(tmp_path / "none"))
+
+
+def posted(served: Served, path: str, body: dict[str, Any]) -> tuple[int, str]:
+    """The status of an answer, and what it holds, as a program without a library sees it."""
+    headers = {"Authorization": "Bearer x", "Content-Type": "application/json"}
+    address = f"http://localhost:{served.port}{path}"
+    request = urllib.request.Request(address, json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_the_model_that_is_served_is_listed_without_a_cache(served: Served) -> None:
+    assert [each.id for each in served.client.models.list()] == [served.folder]
+
+
+def test_the_first_calls_of_open_webui(served: Served) -> None:
+    (model,) = json.loads(served.get("/v1/models"))["data"]
+    said = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "def f(x):"}]},
+    ]
+    status, events = posted(
+        served,
+        CHAT,
+        {
+            "stream": True,
+            "model": model["id"],
+            "messages": said,
+            "stream_options": {"include_usage": True},
+            "max_tokens": 24,
+            "temperature": 0,
+        },
+    )
+    assert status == 200
+    chunks = [json.loads(each[6:]) for each in events.split("\n\n") if each.startswith("data: {")]
+    text = "".join(c["delta"].get("content") or "" for k in chunks for c in k["choices"])
+    assert len(text) == chunks[-1]["usage"]["completion_tokens"] == 24
+    assert chunks[-1]["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] > 0
+    task = "### Task:\nGenerate a concise, 3-5 word title with an emoji.\n### Output:\nJSON format"
+    status, title = posted(
+        served,
+        CHAT,
+        {
+            "model": model["id"],
+            "messages": [{"role": "user", "content": task}],
+            "stream": False,
+            "max_completion_tokens": 24,
+        },
+    )
+    assert status == 200
+    assert json.loads(title)["usage"]["completion_tokens"] == 24
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "said"),
+    [
+        (CHAT, {"n": 2}, "n=2 is not served: this server writes one answer to a request"),
+        (CHAT, {"logprobs": True, "top_logprobs": 3}, "this server returns no log probabilities"),
+        (CHAT, {"presence_penalty": 0.5}, "use frequency_penalty"),
+        (CHAT, {"tool_choice": "required"}, 'give "required" with tools'),
+        (CHAT, {"stream": True, "n": 3}, "n=3 is not served"),
+        (CHAT, {"top_k": 5}, "Unexpected fields in the request: {'top_k'}"),
+        (COMPLETIONS, {"logprobs": 0}, "returns no log probabilities"),
+        (COMPLETIONS, {"echo": True}, "put the prompt before the answer"),
+        (COMPLETIONS, {"logit_bias": {"5": 3}}, "use the chat completions"),
+        (RESPONSES, {"previous_response_id": "r"}, "send the conversation"),
+        (RESPONSES, {"conversation": "c"}, "send it as input"),
+        (CHAT, {"temperature": "hot"}, "temperature='hot' is not understood: give a number"),
+        (CHAT, {"temperature": None, "top_p": "0.9"}, "top_p='0.9' is not understood"),
+        (CHAT, {"max_tokens": "many"}, "give an integer"),
+        (CHAT, {"seed": 1.5}, "seed=1.5 is not understood: give an integer"),
+        (CHAT, {"seed": 2**64}, "seed=18446744073709551616 is not served: give one of 64 bits"),
+        (CHAT, {"tools": [{"name": "a"}, "b"]}, "'b' is no tool: give an object with type and"),
+        (RESPONSES, {"tools": [None], "tool_choice": "required"}, "None is no tool: give an"),
+        (CHAT, {"stream": "yes"}, "give true or false"),
+        (CHAT, {"stop": 5}, "give a text or a list of texts"),
+        (CHAT, {"generation_config": {"top_k": 5}}, "give a text that holds JSON"),
+        (CHAT, {"messages": None}, "the request has no messages"),
+        (CHAT, {"messages": ["a"]}, "'a' is no message: give an object with role and content"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [PICTURE]}]},
+            "image_url: this model reads",
+        ),
+        (RESPONSES, {"input": [{"type": "input_image", "image_url": "x"}]}, "reads text alone"),
+        (RESPONSES, {"input": ""}, "the request has no input: give a text or a list"),
+    ],
+)
+def test_what_is_not_obeyed_is_refused(
+    served: Served, path: str, fields: dict[str, Any], said: str
+) -> None:
+    status, answer = posted(served, path, {"model": served.folder, **NEEDED[path], **fields})
+    assert status in (400, 422)
+    assert said in json.loads(answer)["error"]["message"]
+
+
+def test_values_that_ask_for_nothing_are_taken(served: Served) -> None:
+    neutral = {
+        "n": 1,
+        "logprobs": False,
+        "presence_penalty": 0,
+        "tool_choice": "auto",
+        "user": "me",
+    }
+    assert served.text(**neutral) == served.text()
+    for path, fields in REFUSED.items():
+        for name, (values, _) in fields.items():
+            for value in (None, *values):
+                check_fields(path, {**NEEDED[path], name: value}, None)
+            with pytest.raises(ValueError, match=f"^{name}='other' is not served"):
+                check_fields(path, {**NEEDED[path], name: "other"}, None)
+
+
+def test_no_tool_is_offered_where_none_is_to_be_called() -> None:
+    body: dict[str, Any] = {"messages": SAID, "tools": [{}], "tool_choice": "none"}
+    check_fields(CHAT, body, None)
+    assert "tools" not in body
+
+
+def test_a_model_that_is_not_served(served: Served) -> None:
+    from openai import NotFoundError
+
+    with pytest.raises(NotFoundError, match="no model 'gpt-4o' here: this server has") as raised:
+        served.client.chat.completions.create(model="gpt-4o", messages=SAID)
+    assert raised.value.code == "model_not_found"
+
+
+def test_a_temperature_samples_where_the_model_is_greedy_by_default(served: Served) -> None:
+    assert served.model.generation_config.do_sample in (None, False)
+    greedy = served.text()
+    texts = {served.text(temperature=1.5, seed=seed) for seed in (1, 2, 3)}
+    assert len(texts) == 3 and greedy not in texts
+    assert served.text(temperature=1.5, seed=1) in texts
+    assert served.text(temperature=None) == served.text(temperature=0, top_p=0.5) == greedy
+
+
+def test_a_server_without_a_model_of_its_own(folder: str) -> None:
+    from openai import BadRequestError
+
+    with serving(folder, SpeculativeConfig(**DRAFTING)) as served:
+        served.server._model_manager.force_model = None
+        given = {"messages": SAID, "max_tokens": 4}
+        assert [each.id for each in served.client.models.list()] == [folder]
+        with pytest.raises(BadRequestError, match="the model cannot be loaded"):
+            served.client.chat.completions.create(model="/nowhere/at/all", **given)
+
+
+def test_an_answer_of_the_responses_api_is_no_stream_unless_asked_for(served: Served) -> None:
+    """As OpenAI's client expects, which leaves the field out."""
+    asked = {"model": served.folder, "input": "def f(x):", "max_output_tokens": 8}
+    answer = served.client.responses.create(**asked)
+    events = [*served.client.responses.create(**asked, stream=True)]
+    assert answer.output_text == events[-1].response.output_text != ""
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_the_docs_say_what_each_field_does(path: str) -> None:
+    openai = pytest.importorskip("openai.types")
+    kinds = {
+        CHAT: openai.chat.completion_create_params.CompletionCreateParamsBase,
+        COMPLETIONS: openai.completion_create_params.CompletionCreateParamsBase,
+        RESPONSES: openai.responses.response_create_params.ResponseCreateParamsBase,
+    }
+    page = (Path(__file__).parents[3] / "docs" / "serve.md").read_text(encoding="utf-8")
+    named = {*re.findall(r"`(\w+)`", page)} | {"text"}
+    assert {*kinds[path].__annotations__} <= named
+
+
+def test_what_the_chat_template_says(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Templates of some models refuse a system prompt, or two questions in a row."""
+    (timed,) = served.server._model_manager.loaded_models.values()
+    template = "{{ raise_exception('roles must alternate') }}"
+    monkeypatch.setattr(timed.processor, "chat_template", template)
+    status, answer = posted(served, CHAT, {"model": served.folder, "messages": SAID})
+    said = json.loads(answer)["error"]["message"]
+    assert (status, said.partition(": ")[2]) == (400, "roles must alternate")

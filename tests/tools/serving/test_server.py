@@ -1,0 +1,269 @@
+"""transformers' server on the loopback with speculation, as its clients see it."""
+
+from __future__ import annotations
+
+import gc
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lookahead_hf import SpeculativeConfig
+from lookahead_hf.ngram_pool import NgramPool
+from lookahead_hf.tools.serving.fields import ServedRequest, current
+from tests.helpers.served import Served, joined, serving
+
+CHAT = "/v1/chat/completions"
+PREFIX = "lookahead_hf:spec_decode_num_"
+
+
+def speculated(answer: Any) -> dict[str, Any]:
+    """The statistics of an answer, which must not be plain's."""
+    counts = answer.metrics["speculative_decoding"]
+    assert "fallback_reason" not in counts and counts["num_accepted_draft_tokens"] > 0
+    return dict(counts)
+
+
+def predicting(text: str, in_parts: bool = False) -> dict[str, Any]:
+    content: Any = [{"type": "text", "text": text}] if in_parts else text
+    return {"prediction": {"type": "content", "content": content}}
+
+
+@contextmanager
+def hooked(model: Any, hook: Any) -> Iterator[Any]:
+    """Call a hook before every forward."""
+    handle = model.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield hook
+    finally:
+        handle.remove()
+
+
+class Widths(list[int]):
+    """How many tokens each forward was given."""
+
+    def __call__(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        self.append(kwargs["input_ids"].shape[1])
+
+
+def test_an_answer_is_plains_text(served: Served, folder: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    said = [{"role": "user", "content": "def f(x):"}]
+    inputs = tokenizer.apply_chat_template(said, return_dict=True, return_tensors="pt")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ids = model.generate(**inputs, max_new_tokens=48, do_sample=False)
+    plain = tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :])
+    answer = served.ask()
+    assert answer.choices[0].message.content == plain == served.plain()
+    counts = speculated(answer)
+    assert counts["num_spec_steps"] + counts["num_accepted_draft_tokens"] == 47
+    assert answer.usage.completion_tokens_details is None
+
+
+def test_a_stream_has_the_text_and_at_its_end_the_statistics(served: Served) -> None:
+    plain = served.plain()
+    fields = predicting(plain, in_parts=True)
+    *chunks, last = served.ask(stream=True, **fields)
+    assert joined(chunks) == plain
+    assert last.usage.completion_tokens == 48
+    assert last.usage.completion_tokens_details.accepted_prediction_tokens > 36
+    assert speculated(last)["num_spec_steps"] < 12
+
+
+def test_a_prediction_saves_forwards(served: Served) -> None:
+    plain = served.plain("class A:", max_tokens=120)
+    edited = plain[:50] + "an edit" + plain[54:]
+    with hooked(served.model, Widths()) as widths:
+        answer = served.ask("class A:", max_tokens=120, **predicting(edited))
+    assert answer.choices[0].message.content == plain
+    assert len(widths) * 3 <= 120
+    details = answer.usage.completion_tokens_details
+    assert details.accepted_prediction_tokens > 60
+    counts = speculated(answer)
+    rejected = counts["num_draft_tokens"] - counts["num_accepted_draft_tokens"]
+    assert 0 < details.rejected_prediction_tokens <= rejected
+
+
+def test_a_request_can_switch_speculation_off(served: Served) -> None:
+    with hooked(served.model, Widths()) as widths:
+        answer = served.ask(extra_body={"speculative": False}, **predicting("def"))
+    assert widths[1:] == [1] * 47
+    assert not hasattr(answer, "metrics")
+    assert answer.usage.completion_tokens_details.accepted_prediction_tokens == 0
+
+
+def test_a_call_that_cannot_be_speculated_says_why(served: Served) -> None:
+    beams = {"generation_config": json.dumps({"num_beams": 2})}
+    answer = served.ask(extra_body={**beams, "speculative": {"on_fallback": "silent"}})
+    assert answer.metrics["speculative_decoding"]["fallback_reason"] == "beams"
+    plain = served.text(extra_body={**beams, "speculative": False})
+    assert answer.choices[0].message.content == plain
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "allowed"),
+    [
+        ({"speculative": "fast"}, "known: default"),
+        # Only building the drafters shows that these are wrong.
+        ({"speculative": {"drafters": ["assistant"]}}, "needs a model to draft with"),
+        ({"speculative": {"options": {"ngram": {"max_ngram": 0}}}}, "max_ngram"),
+        # A generation config opens no files either.
+        ({"generation_config": '{"speculative": {"pool": "/etc/passwd"}}'}, "--pool FILE"),
+    ],
+)
+def test_a_wrong_value_is_a_bad_request(
+    served: Served, fields: dict[str, Any], allowed: str, stream: bool
+) -> None:
+    from openai import BadRequestError
+
+    with pytest.raises(BadRequestError, match=allowed):
+        served.ask(stream=stream, extra_body=fields)
+
+
+def post(served: Served, body: str) -> http.client.HTTPConnection:
+    """Ask for a chat completion without a client; return the connection, to be closed."""
+    connection = http.client.HTTPConnection("localhost", served.port, timeout=60)
+    connection.request("POST", CHAT, body, {"Content-Type": "application/json"})
+    return connection
+
+
+DEEP = pytest.param("[" * 100_000, id="deep")
+
+
+@pytest.mark.parametrize("body", ["{", "[]", '{"no_such_field": 1}', DEEP])
+def test_what_transformers_refuses_it_still_refuses(served: Served, body: str) -> None:
+    with closing(post(served, body)) as connection:
+        assert connection.getresponse().status in (400, 422)
+
+
+def test_the_other_endpoints_speculate_too(served: Served) -> None:
+    given = {"model": served.folder, "temperature": 0}
+    completion = served.client.completions.create(prompt="x = ", max_tokens=48, **given)
+    assert speculated(completion)["num_spec_steps"] < 47
+    given = {**given, "input": "x = ", "max_output_tokens": 48}
+    *_, last = served.client.responses.create(stream=True, **given)
+    whole = served.client.responses.create(stream=False, **given)
+    assert last.response.output_text == whole.output_text
+    assert speculated(last.response)["num_spec_steps"] < 47
+    assert speculated(whole)["num_spec_steps"] < 47
+
+
+def test_prometheus_reads_sums_over_all_requests(served: Served) -> None:
+    def read() -> dict[str, float]:
+        lines = [line.rsplit(" ", 1) for line in served.get("/metrics").splitlines() if line]
+        return {name[len(PREFIX) :]: float(value) for name, value in lines if name[0] != "#"}
+
+    served.ask()
+    before = read()
+    counts = speculated([*served.ask(stream=True)][-1])
+    served.plain()
+    added = {name: value - before.get(name, 0) for name, value in read().items()}
+    assert added["drafts_total"] == counts["num_spec_steps"]
+    assert added["draft_tokens_total"] == counts["num_draft_tokens"]
+    assert added["accepted_tokens_total"] == counts["num_accepted_draft_tokens"]
+    at = "accepted_tokens_per_pos_total{"
+    by_position = [value for name, value in sorted(added.items()) if name.startswith(at)]
+    assert by_position[0] == counts["num_spec_steps"] - counts["acceptance_histogram"][0]
+    assert sum(by_position) == counts["num_accepted_draft_tokens"]
+
+
+def test_eight_clients_at_once_get_their_own_texts(served: Served) -> None:
+    prompts = [f"x_{i} = {i}" for i in range(8)]
+    plain = [served.plain(prompt) for prompt in prompts]
+    assert len({*plain}) == 8
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda i: served.ask(prompts[i], **predicting(plain[i])), range(8)))
+    assert [answer.choices[0].message.content for answer in answers] == plain
+    assert all(speculated(answer)["num_spec_steps"] < 16 for answer in answers)
+
+
+class Gate:
+    """Lets some forwards through, and the next one once the request's client has gone."""
+
+    def __init__(self, num_free: int) -> None:
+        self.num_free, self.num_forwards = num_free, 0
+        self.reached = threading.Event()
+
+    def __call__(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        self.num_forwards += 1
+        if self.num_forwards < self.num_free:
+            return
+        self.reached.set()
+        request = current.get()
+        assert request is not None
+        end = time.monotonic() + 60
+        while not request.is_cancelled and time.monotonic() < end:
+            time.sleep(0.005)
+
+
+@pytest.mark.parametrize("speculative", [True, False])
+@pytest.mark.parametrize("stream", [True, False])
+def test_generation_stops_when_the_client_goes_away(
+    served: Served, stream: bool, speculative: bool
+) -> None:
+    with hooked(served.model, Gate(num_free=5)) as gate:
+        leave_early(served, gate.reached, stream=stream, speculative=speculative)
+    assert 5 <= gate.num_forwards <= 6
+    assert served.text() == served.plain()
+
+
+def leave_early(served: Served, reached: threading.Event, **fields: Any) -> None:
+    """Ask for a long text, hang up at a point of its generation, and wait for its end."""
+    body = {"model": served.folder, "temperature": 0, "max_tokens": 1000, **fields}
+    body["messages"] = [{"role": "user", "content": "def f(x):"}]
+    with closing(post(served, json.dumps(body))):
+        assert reached.wait(60)
+    served.wait_until_idle()
+
+
+def test_a_pool_that_does_not_fit_is_refused_before_the_server_starts(folder: str) -> None:
+    config = SpeculativeConfig(pool=NgramPool(64, vocab_size=1000))
+    with pytest.raises(ValueError, match="the pool has token ids"), serving(folder, config):
+        pass
+
+
+def test_an_unknown_server_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.cli.serving.utils import GenerationState
+
+    from lookahead_hf.tools.serving.server import UnknownServerError, speculating
+
+    monkeypatch.delattr(GenerationState, "get_manager")
+    with pytest.raises(UnknownServerError, match=r"get_manager.*5\.17,<5\.25"):
+        speculating(SpeculativeConfig()).__enter__()
+
+
+@pytest.mark.slow
+def test_nothing_is_left_of_two_hundred_requests(served: Served) -> None:
+    for _ in range(20):
+        served.ask()
+    before = leftovers(served)
+    for index in range(200):
+        if index % 20 == 7:
+            with hooked(served.model, Gate(num_free=3)) as gate:
+                leave_early(served, gate.reached, stream=index % 40 == 7)
+        else:
+            served.ask(f"x = {index}")
+    after = leftovers(served)
+    assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
+
+
+def leftovers(served: Served) -> tuple[int, int, int]:
+    """Threads, requests and tensors that are alive once nothing is going on."""
+    served.wait_until_idle()
+    for _ in range(100):  # the timers of the model's manager are about to end
+        if not any(isinstance(thread, threading.Timer) for thread in threading.enumerate()):
+            break
+        time.sleep(0.05)
+    gc.collect()
+    objects = gc.get_objects()
+    requests = sum(type(each) is ServedRequest for each in objects)
+    return threading.active_count(), requests, sum(type(each) is torch.Tensor for each in objects)
