@@ -58,6 +58,7 @@ lint: .venv/.tests
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+	.venv/bin/python -m tests.size
 
 # It takes some seconds. A broken link, a wrong anchor or an unknown name is an error.
 docs: .venv/.docs
