@@ -13,6 +13,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from lookahead_hf import optional
 from lookahead_hf.ngram_pool import compilation
 from lookahead_hf.utils import locked
 
@@ -30,8 +31,9 @@ def main(names: Sequence[str]) -> None:
         from lookahead_hf.ngram_pool import jit
     jit.compile_here()
     # These say what there is to compile.
-    import lookahead_hf.drafting.registry
-    import lookahead_hf.engines.cpu.kernels.program  # noqa: F401
+    import lookahead_hf.drafting.registry  # noqa: F401
+
+    optional.load("cpu kernels")
 
     with locked(Path(jit.folder_of(jit.writable()), "lookahead_hf.lock")):
         errors = [error for name in names if (error := _compiled(name))]

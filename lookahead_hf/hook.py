@@ -13,16 +13,16 @@ from weakref import WeakSet
 
 from transformers import GenerationMixin
 
+from lookahead_hf import optional
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.drafting.memory import memory_of
 from lookahead_hf.drafting.rates import LearnedRate
-from lookahead_hf.engines.cpu.layers.steps import groups_of
 from lookahead_hf.generation.strategy import run
 from lookahead_hf.model import compat
 from lookahead_hf.model.state import state_of
 from lookahead_hf.ngram_pool import compilation
 from lookahead_hf.ngram_pool.compilation import Functions
-from lookahead_hf.queue import methods
+from lookahead_hf.runner.engines import groups_of
 from lookahead_hf.utils import spelt_right, unwrap
 
 _Model = TypeVar("_Model")
@@ -30,6 +30,10 @@ _Model = TypeVar("_Model")
 LOADING_SECONDS = 2.0
 """Longest time for which `enable` loads numba's functions. Compiled earlier, they are loaded in one
 second."""
+
+
+BATCH_METHODS = ("generate_batch", "init_continuous_batching")
+"""Methods of a model for continuous batching."""
 
 
 class SpeculativeMixin(GenerationMixin):
@@ -62,7 +66,7 @@ class Hook:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         original = self.__wrapped__
         if kwargs.get("cache_implementation") == "paged":  # which calls `generate_batch`
-            return methods.run_paged(original, args, kwargs)
+            return _batching().run_paged(original, args, kwargs)
         if _speculates(original):
             return original(*args, **kwargs)
         return run(self._model, original, args, kwargs, self.default)
@@ -84,6 +88,51 @@ class Hook:
         self._found = MethodType(found, self._model) if is_method else found
 
 
+def _batching() -> Any:
+    """Return the module that runs continuous batching, imported when it is first called."""
+    return optional.load("continuous batching")
+
+
+class BatchMethod:
+    """Replaces one of `BATCH_METHODS` on a model object; a copy of the model gets its own."""
+
+    def __init__(self, model: Any, name: str, hook: Any) -> None:
+        """`hook`: replaces the model's `generate`, and has the default of both methods."""
+        self._model, self._name, self._hook = model, name, hook
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The method of the model's class; `inspect` follows it."""
+        method = getattr(type(self._model), self._name)
+        own: Callable[..., Any] = getattr(method, "replaced", method)
+        return MethodType(own, self._model)
+
+    @property
+    def __name__(self) -> str:
+        return self._name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _batching().call(self._model, self.__wrapped__, self._hook.default, args, kwargs)
+
+
+def class_method(cls: type, name: str, default: Callable[[], Any]) -> Callable[..., Any]:
+    """Return a replacement for a method of a class; `default` returns how it speculates."""
+    original = getattr(cls, name)
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _batching().call(self, MethodType(original, self), default(), args, kwargs)
+
+    method.replaced = original  # type: ignore[attr-defined]
+    return method
+
+
+def remove(cls: type, name: str) -> None:
+    """Remove the replacement of an inherited method from a class."""
+    if hasattr(vars(cls).get(name), "replaced"):
+        delattr(cls, name)
+
+
 def _storable(default: Any) -> Any:
     """Return a default without what cannot be stored: None for one with a pool or a drafter."""
     try:
@@ -102,11 +151,11 @@ def _put(model: Any, generate: Any) -> None:
         own.pop("generate", None)
     else:
         own["generate"] = generate
-    for name in methods.NAMES:
-        if isinstance(own.get(name), methods.BatchMethod):
+    for name in BATCH_METHODS:
+        if isinstance(own.get(name), BatchMethod):
             del own[name]
         if isinstance(generate, Hook) and hasattr(type(model), name):
-            own.setdefault(name, methods.BatchMethod(model, name, generate))
+            own.setdefault(name, BatchMethod(model, name, generate))
 
 
 @spelt_right
@@ -219,8 +268,8 @@ def enable_everywhere(default: Any = None) -> None:
     if _everywhere is None:
         _everywhere = _class_hook(GenerationMixin.generate)
         GenerationMixin.generate = _everywhere
-        for name in methods.NAMES:
-            method = methods.class_method(GenerationMixin, name, lambda: _default)
+        for name in BATCH_METHODS:
+            method = class_method(GenerationMixin, name, lambda: _default)
             setattr(GenerationMixin, name, method)
         _load([compilation.drafting])
 
@@ -235,8 +284,8 @@ def disable_everywhere() -> None:
     # If another library has wrapped our function since, it stays in place and passes calls on.
     if hook is not None and GenerationMixin.generate is hook:
         GenerationMixin.generate = hook.__wrapped__  # type: ignore[attr-defined]
-        for name in methods.NAMES:
-            methods.remove(GenerationMixin, name)
+        for name in BATCH_METHODS:
+            remove(GenerationMixin, name)
     while _reached:
         model = _reached.pop()
         if not isinstance(vars(model).get("generate"), Hook):
@@ -250,7 +299,7 @@ def _class_hook(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         _reached.add(self)
         if kwargs.get("cache_implementation") == "paged":
-            return methods.run_paged(MethodType(original, self), args, kwargs)
+            return _batching().run_paged(MethodType(original, self), args, kwargs)
         return run(self, MethodType(original, self), args, kwargs, _default)
 
     return generate

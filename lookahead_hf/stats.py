@@ -12,6 +12,7 @@ from itertools import zip_longest
 from operator import add
 from typing import Any
 
+from lookahead_hf import optional
 from lookahead_hf.model.state import kept
 from lookahead_hf.trace import Trace
 from lookahead_hf.trace.steps import PARTS
@@ -155,9 +156,7 @@ class SpeculativeStats:
 
     def _repr_html_(self) -> str:
         """Return a table of the main numbers, and the text of a trace by who foresaw it."""
-        from lookahead_hf.tools.trace.page import notebook
-
-        return notebook(str(self), self.trace)
+        return str(optional.load("pages of a trace").notebook(str(self), self.trace))
 
     def __str__(self) -> str:
         if self.fallback_reason is not None:

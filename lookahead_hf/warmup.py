@@ -18,14 +18,12 @@ from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting.costs import SIZES
 from lookahead_hf.drafting.memory import memory_of, placement
-from lookahead_hf.engines.cpu.layers import CompiledSteps
-from lookahead_hf.engines.cpu.layers.steps import groups_of
-from lookahead_hf.engines.cuda.decision import OnDevice
-from lookahead_hf.engines.cuda.runner import CudaRunner
 from lookahead_hf.fallback import Unserved
 from lookahead_hf.model import compat, limits
 from lookahead_hf.ngram_pool import compilation
 from lookahead_hf.rows import Rows
+from lookahead_hf.runner import engines
+from lookahead_hf.runner.engines import StepOptions
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.outputs import DeviceOutputs, Scores
 from lookahead_hf.runner.patched import patched
@@ -160,7 +158,7 @@ def _warm_up(
     is_empty = {each.device.type for each in model.parameters()} == {"meta"}
     if is_empty and not any(map(compat.is_offloaded, model.modules())):
         raise ValueError("the model is on the device 'meta', without weights: load them first")
-    groups = groups_of(model) if compiled else [compilation.drafting]
+    groups = engines.groups_of(model) if compiled else [compilation.drafting]
     for each in groups:
         if not each.is_available():  # what has failed is tried again
             each.retry()
@@ -191,13 +189,20 @@ def _runner(
     model: Any, num_rows: int, max_new_tokens: int, do_sample: bool, compiled: bool | str
 ) -> Runner:
     """Build the runner of such calls."""
-    if select.serves(model.device) and admission.on_device(model, model.device):
-        decision = OnDevice(_unaltered if do_sample else None)
-        return CudaRunner(model, num_rows, decision=decision, room=max_new_tokens)
-    steps = CompiledSteps(model, compiled)
-    may_be_flat = num_rows > 1 or steps.reads_prompts
-    is_flat = may_be_flat and admission.takes_flat(model, torch.zeros(num_rows, 1), {})
-    return Runner(model, num_rows, steps=steps, flat=is_flat)
+
+    def takes_flat(reads_prompts: bool) -> bool:
+        may_be_flat = num_rows > 1 or reads_prompts
+        return may_be_flat and admission.takes_flat(model, torch.zeros(num_rows, 1), {})
+
+    options = StepOptions(
+        model,
+        num_rows,
+        max_new_tokens,
+        takes_flat,
+        compiled_layers=compiled,
+        scoring=_unaltered if do_sample else None,
+    )
+    return engines.choose(select.engine_of(model.device), options)
 
 
 def _unaltered(rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Scores:
@@ -218,11 +223,9 @@ def _measure(runner: Runner, context_length: int, most_nodes: int, limit: _Time)
         for row in range(num_rows):
             rows.emit(row, int(ids[row, 0]))
         limit.show("preparing layers, or capturing steps")
-        if isinstance(runner, CudaRunner):
-            runner.capture()
-        else:
-            # The first step finds out which layers the kernels compute.
-            _time_step(runner, rows, ids[0, 0] % vocab, 0)
+        runner.capture()
+        # The first step finds out which layers the kernels compute.
+        _time_step(runner, rows, ids[0, 0] % vocab, 0)
         setting = num_rows, context_length, placement(model), runner.mode, runner.sizes
         curve = memory_of(model).costs.curve(*setting, runner.is_flat)
         if runner.is_flat:  # nothing is kept of greater blocks

@@ -9,16 +9,10 @@ from pathlib import Path
 OUTSIDE = ("distributed", "engines", "queue", "sources", "tools")
 
 VISIBLE = """
-distributed distributed.coordinator engines engines.cpu engines.cpu.kernels engines.cpu.kernels.*
-engines.cpu.layers engines.cpu.layers.code engines.cpu.layers.compiled
-engines.cpu.layers.descriptions engines.cpu.layers.programs engines.cpu.layers.room
-engines.cpu.layers.step engines.cpu.layers.steps engines.cpu.layers.trial engines.cuda
-engines.cuda.capture engines.cuda.decision engines.cuda.graphs engines.cuda.runner
-engines.cuda.state engines.cuda.step engines.hybrid engines.hybrid.recurrent queue queue.manager
-queue.methods queue.prompts queue.queues queue.request queue.scheduler queue.session sources
-sources.assistant sources.assistant.drafter sources.assistant.growth sources.assistant.model
-sources.assistant.tokens sources.grammar sources.grammar.drafter sources.grammar.growth
-sources.grammar.vocabulary
+engines engines.cpu engines.cpu.kernels engines.cpu.kernels.* engines.cpu.layers
+engines.cpu.layers.code engines.cpu.layers.compiled engines.cpu.layers.descriptions
+engines.cpu.layers.programs engines.cpu.layers.room engines.cpu.layers.step
+engines.cpu.layers.steps engines.cpu.layers.trial
 """
 """Modules that a call of the core still needs; which kernels it needs depends on the processor.
 

@@ -17,9 +17,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
-from lookahead_hf.hook import Hook
+from lookahead_hf.hook import BATCH_METHODS, Hook
 from lookahead_hf.ngram_pool import NgramPool
-from lookahead_hf.queue import methods
 from tests.helpers.calls import run
 from tests.helpers.fakes import PlainDecoding
 from tests.helpers.models import prompt, tiny
@@ -49,7 +48,7 @@ def test_enabled_model_decodes_by_us_and_disable_leaves_no_trace(
     assert lookahead_hf.enable(model) is lookahead_hf.enable(model) is model  # twice is once
     assert torch.equal(run(model, speculative=True), expected)
     assert len(decoding.calls) == 1
-    assert set(vars(model)) == {*before[0], "generate", *methods.NAMES}
+    assert set(vars(model)) == {*before[0], "generate", *BATCH_METHODS}
     lookahead_hf.disable(model)
     assert [dict(vars(each)) for each in (model, GenerationMixin, GenerationConfig)] == before
     lookahead_hf.disable(model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from lookahead_hf.cache.slots import ColumnCache
 from lookahead_hf.draft import DraftTree, place_in_row
 from lookahead_hf.model import compat
 from lookahead_hf.model.facts import facts_of
-from lookahead_hf.runner import implicit_positions
 
 
 def passed_on(model_kwargs: dict[str, Any], names: compat.DecoderNames) -> dict[str, Any]:
@@ -34,6 +33,25 @@ def widened(passed: dict[str, Any], width: int) -> dict[str, Any]:
     types = {name: passed[name] for name in compat.TOKEN_TYPES if name in passed}
     wide = {name: t.expand(-1, width, *t.shape[2:]) for name, t in types.items()}
     return {**passed, **wide}
+
+
+class Columns(NamedTuple):
+    """Columns of a block's tokens and of the slots that they see.
+
+    Attributes:
+        query: Columns of the tokens, [rows, width].
+        key: Columns of the slots, [rows, slots].
+        order: Attended tokens before each slot's, [rows, slots].
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    order: torch.Tensor
+
+    @property
+    def distance(self) -> torch.Tensor:
+        """Columns from every slot to every token, at least 0, [rows, width, slots]."""
+        return (self.query[:, :, None] - self.key[:, None, :]).clamp(min=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +84,7 @@ class BlockInputs:
     model_inputs: dict[str, Any]
     num_tokens: int
     trees: list[BlockTree] = field(default_factory=list)
-    columns: implicit_positions.Columns | None = None
+    columns: Columns | None = None
     flat: FlatBlock | None = None
 
 
@@ -230,7 +248,7 @@ class BlockLayout:
         mask = self._mask(kind, seen, query, visible, run.rows)
         return RunMask(run, visible, mask)
 
-    def _counted(self, depths: np.ndarray, ahead: np.ndarray) -> implicit_positions.Columns | None:
+    def _counted(self, depths: np.ndarray, ahead: np.ndarray) -> Columns | None:
         """Return the columns for a model that derives positions from its cache, else None."""
         if not self._needs_columns:
             return None
@@ -242,7 +260,7 @@ class BlockLayout:
             block = slice(length, length + depths.shape[1])
             key[row, block], order[row, block] = query[row], length + depths[row]
         told = (torch.from_numpy(each).to(self._device) for each in (query, key, order))
-        return implicit_positions.Columns(*told)
+        return Columns(*told)
 
     def _trees(self, built: dict[str, torch.Tensor], seen: np.ndarray) -> list[BlockTree]:
         """Return the masks in the kernel's format, which has windows but no chunks."""

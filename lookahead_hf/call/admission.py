@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 
+from lookahead_hf import optional
 from lookahead_hf.block import layout
 from lookahead_hf.cache import hf_layers
 from lookahead_hf.call.prepared import PreparedCall
-from lookahead_hf.distributed import coordinator
 from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.model import compat, self_test
 from lookahead_hf.model.facts import facts_of, read
 from lookahead_hf.runner import attention, watch
 from lookahead_hf.runner.attention import SERVED
+from lookahead_hf.runner.processes import coordinator
 
 MASK_KINDS = frozenset(
     {"full_attention", "indexed_attention", "sliding_attention", "chunked_attention"}
@@ -183,6 +184,8 @@ def _check_states(model: Any) -> None:
     mixers = facts_of(model).mixers
     if compat.is_stateful(model) and not mixers:
         raise Unserved(FallbackReason.STATEFUL, type(model).__name__)
+    if mixers and optional.find("recurrent states") is None:
+        raise Unserved(FallbackReason.STATEFUL, "lookahead_hf.engines.hybrid is not installed")
     if len({getattr(mixer, "layer_idx", None) for mixer in mixers}) < len(mixers):
         raise Unserved(FallbackReason.STATEFUL, "several modules keep the states of one layer")
 
@@ -196,7 +199,8 @@ def _check_trees(model: Any) -> None:
 def _check_rows(model: Any) -> None:
     """Raise Unserved if texts cannot come and go in the rows of the model's cache."""
     facts = facts_of(model)
-    if coordinator.is_spread(model):
+    processes = coordinator(model)
+    if processes is not None and processes.is_spread(model):
         raise Unserved(FallbackReason.TENSOR_PARALLEL, "in continuous batching")
     if compat.has_own_generate(model) or model.config.is_encoder_decoder:
         raise Unserved(FallbackReason.CONTINUOUS_BATCHING, type(model).__name__)
@@ -289,7 +293,8 @@ def _check_setup(model: Any) -> None:
     _check_states(model)
     if compat.has_own_loop(model):
         raise Unserved(FallbackReason.OWN_LOOP, f"{name}._sample")
-    coordinator.check(model)
+    if (processes := coordinator(model)) is not None:
+        processes.check(model)
     _check_inputs(model)
     for module in modules:
         own = vars(module)  # a module's getattr is slow for missing attributes

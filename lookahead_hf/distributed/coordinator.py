@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import distributed, nn
 
@@ -14,13 +13,7 @@ from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.model import compat
 from lookahead_hf.rows import Rows
-
-
-def is_one_of_several() -> bool:
-    """Return whether this process belongs to a group of several."""
-    if not distributed.is_available() or not distributed.is_initialized():
-        return False
-    return distributed.get_world_size() > 1
+from lookahead_hf.runner.processes import Processes, StepMessage, is_one_of_several
 
 
 def check(model: Any) -> None:
@@ -76,44 +69,6 @@ def _meshes(model: nn.Module) -> list[Any]:
             if mesh.size() > 1 and mesh not in found:
                 found.append(mesh)
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class StepMessage:
-    """The verdict of one process on a step, and the draft of the next one."""
-
-    verdict: Verdict
-    num_text: np.ndarray  # tokens of each row's text, [rows]
-    draft: DraftTree  # without evidence
-
-
-class Processes:
-    """The processes that decode a call; this class is one process that waits for no other."""
-
-    decides = True  # whether this process drafts and decides
-    is_alone = True  # whether a forward needs no other process
-    runs_same = False  # whether all processes run the same rows, and so the same forwards
-    receive: Callable[[], StepMessage] | None = None  # what another process decided
-
-    def step(self) -> None:
-        """Tell waiting processes that this one runs a forward."""
-
-    def others_go_on(self) -> bool:
-        """Return whether this process must run a forward for others after its texts have ended."""
-        return False
-
-    def draft(self, propose: Callable[[], DraftTree]) -> DraftTree:
-        """Return the draft of the next step: `propose()` if this process decides."""
-        return propose()
-
-    def ready(self) -> None:
-        """Note that a step has its logits, so that others wait for a verdict."""
-
-    def decided(self, rows: Rows, verdict: Verdict) -> None:
-        """Note the verdict on a step, whose tokens are in `rows`."""
-
-    def broke_off(self) -> None:
-        """Tell others that the call failed here."""
 
 
 class InStep(Processes):

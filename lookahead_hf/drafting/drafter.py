@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,7 +16,7 @@ from lookahead_hf.draft import DraftTree, Verdict
 if TYPE_CHECKING:
     import torch
 
-    from lookahead_hf.rows import Rows
+    from lookahead_hf.rows import EncoderInputs, Rows
     from lookahead_hf.runner.transfer import HostCopy
 
 
@@ -142,3 +143,22 @@ def warn_of_failure(name: str, error: Exception, part: str = "this call") -> Non
 
 def class_path(drafter: object) -> str:
     return f"{type(drafter).__module__}.{type(drafter).__qualname__}"
+
+
+@dataclass(frozen=True)
+class TargetCall:
+    """The target's call that an assistant drafts for.
+
+    Attributes:
+        vocab_size: Token ids of the target; higher ids of the assistant are never drafted.
+        encoder_inputs: Inputs of the target's encoder by row, and their mask.
+        processors: Logits processors; those that only read the scores shape what is drawn from.
+        draws: Whether to draw drafts and to add their distributions, for rejection sampling.
+        settings: Settings for assistants, by their names in generation configs.
+    """
+
+    vocab_size: int | None = None
+    encoder_inputs: EncoderInputs | None = None
+    processors: Sequence[Any] = ()
+    draws: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)

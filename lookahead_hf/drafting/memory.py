@@ -9,7 +9,6 @@ from lookahead_hf import ngram_pool
 from lookahead_hf.drafting.costs import CostModel
 from lookahead_hf.drafting.rates import KeptRates
 from lookahead_hf.model.state import kept
-from lookahead_hf.sources.grammar.vocabulary import Vocabulary
 
 OWN_POOL_TOKENS = 1_000_000
 
@@ -24,7 +23,7 @@ class ModelMemory:
 
     def __init__(self) -> None:
         self.rates, self.costs = KeptRates(), CostModel()
-        self.vocabularies: dict[str, Vocabulary] = {}
+        self.vocabularies: dict[str, Any] = {}  # of the source "grammar"
         self._pool: ngram_pool.NgramPool | None = None
 
     def own_pool(self) -> ngram_pool.NgramPool:

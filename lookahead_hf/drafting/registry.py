@@ -10,24 +10,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lookahead_hf import optional
 from lookahead_hf.config import DEFAULT_DRAFTERS, drafter_name
 from lookahead_hf.draft import Verdict
-from lookahead_hf.drafting.drafter import Drafter, warn_of_failure
+from lookahead_hf.drafting.drafter import Drafter, TargetCall, warn_of_failure
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.memory import memory_of
 from lookahead_hf.drafting.merge import head
 from lookahead_hf.drafting.rates import Calibration
 from lookahead_hf.drafting.sources.user import Adapted
 from lookahead_hf.ngram_pool.compilation import drafting
+from lookahead_hf.ngram_pool.pool import open_pool
 from lookahead_hf.rows import Rows
-from lookahead_hf.sources.grammar.drafter import GrammarDrafter
 from lookahead_hf.utils import known_names
 
 if TYPE_CHECKING:
     from lookahead_hf.call.prepared import Request
     from lookahead_hf.logits.grammars.protocol import Grammar
     from lookahead_hf.rows import EncoderInputs
-    from lookahead_hf.sources.assistant.drafter import TargetCall
 
 
 def build(
@@ -61,8 +61,6 @@ def build(
         "mtp": request.use_mtp,
     }
     wanted += [name for name, asked in is_asked.items() if asked and name not in wanted]
-    from lookahead_hf.sources.assistant.drafter import TargetCall  # imports torch
-
     call = TargetCall(vocab_size, encoder_inputs, processors, draws, request.assistant_settings)
     built: list[Drafter] = []
     for drafter in wanted:
@@ -71,8 +69,9 @@ def build(
         elif drafter != "prediction" or request.prediction is not None:
             built.append(_by_name(drafter, request, model, call))
     # Rejection compares drafts with what they were drawn from, which a grammar would change.
-    if grammar_of is not None and wanted and not draws:
-        built.append(GrammarDrafter(grammar_of, memory_of(model).vocabularies))
+    source = optional.find("grammar") if grammar_of is not None and wanted and not draws else None
+    if source is not None:
+        built.append(source.GrammarDrafter(grammar_of, memory_of(model).vocabularies))
     return built
 
 
@@ -117,8 +116,6 @@ def _given(
     if name == "prediction":
         return [request.prediction], {}
     if name == "pool":
-        from lookahead_hf.sources.pool import open_pool
-
         pool = memory_of(model).own_pool() if config.pool is None else config.pool
         own = {"learn": config.learn, "vocab_size": vocab_size, "tokenizer": request.tokenizer}
         return [open_pool(pool)], own

@@ -12,7 +12,6 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from lookahead_hf.config import SpeculativeConfig
-from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.budget import Budget, SteadySteps
 from lookahead_hf.drafting.drafter import Drafter, Guard
@@ -24,6 +23,7 @@ from lookahead_hf.ngram_pool.compilation import drafting
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.outputs import DeviceOutputs
+from lookahead_hf.runner.processes import Processes
 from lookahead_hf.stats import SourceStats
 
 if TYPE_CHECKING:

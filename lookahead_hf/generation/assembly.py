@@ -7,24 +7,23 @@ from typing import TYPE_CHECKING, Any
 
 from lookahead_hf import ngram_pool
 from lookahead_hf.block.layout import BlockShape
-from lookahead_hf.call import admission, emitter, execution
+from lookahead_hf.call import admission, emitter
 from lookahead_hf.call.outputs import RequestedOutputs
 from lookahead_hf.call.prepared import PreparedCall, Request
 from lookahead_hf.call.streaming import ColumnStream
-from lookahead_hf.distributed import coordinator
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.session import INVARIANT_WIDTH, DraftSession, Limits
-from lookahead_hf.engines.cpu.layers import CompiledSteps
-from lookahead_hf.engines.cuda.decision import OnDevice, OnHost
-from lookahead_hf.engines.cuda.runner import CudaRunner
 from lookahead_hf.generation.recorder import StatsRecorder, Tracer
 from lookahead_hf.generation.session import BatchSession
 from lookahead_hf.logits import constraints
 from lookahead_hf.model import compat, limits, self_test
 from lookahead_hf.ngram_pool import compilation
 from lookahead_hf.rows import rows_of
+from lookahead_hf.runner import engines
+from lookahead_hf.runner.engines import StepOptions
 from lookahead_hf.runner.host import Runner
+from lookahead_hf.runner.processes import Processes, coordinator
 from lookahead_hf.verification import select
 from lookahead_hf.verification.lockstep import Lockstep
 from lookahead_hf.verification.select import Device, choose_verifier
@@ -43,13 +42,7 @@ def assemble(call: PreparedCall) -> BatchSession:
         ValueError: An option, a pool or a prediction is wrong.
     """
     model, request, encoder_inputs = call.model, call.request, call.encoder_inputs
-    processes = coordinator.of_call(
-        model,
-        call.input_ids.device,
-        synced=request.synced_gpus,
-        draws=request.draws(call.do_sample),
-        assistant=request.assistant_model,
-    )
+    processes = _processes(call)
     constraint = constraints.of_call(call.processors, call.num_rows)
     drafters = build_drafters(
         model,
@@ -75,12 +68,14 @@ def assemble(call: PreparedCall) -> BatchSession:
     )
     stream = ColumnStream(request.streamer, call.num_rows, call.pad, stats.leave_out_streaming)
     verifier = choose_verifier(call, emitter.of_call(call, outputs, stream), processes)
-    steps = _steps(call, processes)
-    may_be_flat = call.num_rows > 1 or (steps is not None and steps.reads_prompts)
-    is_flat = may_be_flat and shape is None and processes.is_alone and not outputs.observes
-    is_flat &= not isinstance(verifier, Lockstep)  # which shows finished rows to processors
-    is_flat = is_flat and admission.takes_flat(model, position_ids, call.model_kwargs)
-    runner = _runner(call, shape, verifier, processes, outputs, steps, is_flat)
+
+    def takes_flat(reads_prompts: bool) -> bool:
+        may_be_flat = (call.num_rows > 1 or reads_prompts) and processes.is_alone
+        may_be_flat &= shape is None and not outputs.observes
+        may_be_flat &= not isinstance(verifier, Lockstep)  # which shows finished rows to processors
+        return may_be_flat and admission.takes_flat(model, position_ids, call.model_kwargs)
+
+    runner = _runner(call, shape, verifier, processes, outputs, takes_flat)
     drafts = DraftSession(
         model,
         request.config,
@@ -155,33 +150,42 @@ def _block_shape(call: PreparedCall) -> BlockShape | None:
     return BlockShape(INVARIANT_WIDTH, call.num_new + INVARIANT_WIDTH, by_kernel)
 
 
-def _steps(call: PreparedCall, processes: coordinator.Processes) -> CompiledSteps | None:
-    """Return how steps run the layers of a call, None if they are not on a CPU."""
-    if call.input_ids.device.type != "cpu":
-        return None
-    refusal = None if processes.is_alone else execution.PROCESSES  # which must agree
-    return CompiledSteps(call.model, call.request.config.compiled_layers, refusal)
+def _processes(call: PreparedCall) -> Processes:
+    """Return who decodes a call."""
+    request = call.request
+    several = coordinator(call.model, request.synced_gpus)
+    if several is None:
+        return Processes()
+    found: Processes = several.of_call(
+        call.model,
+        call.input_ids.device,
+        synced=request.synced_gpus,
+        draws=request.draws(call.do_sample),
+        assistant=request.assistant_model,
+    )
+    return found
 
 
 def _runner(
     call: PreparedCall,
     shape: BlockShape | None,
     verifier: Verifier,
-    processes: coordinator.Processes,
+    processes: Processes,
     outputs: RequestedOutputs,
-    steps: CompiledSteps | None,
-    is_flat: bool,
+    takes_flat: Callable[[bool], bool],
 ) -> Runner:
     """Return the runner of a call. On a device, every engine has its forwards captured."""
-    may_be_captured = select.serves(call.input_ids.device) and processes.is_alone
-    may_be_captured = may_be_captured and not outputs.observes  # which graphs do not return
-    if may_be_captured and admission.on_device(call.model, call.input_ids.device):
-        return CudaRunner(
-            call.model,
-            call.num_rows,
-            shape,
-            decision=OnDevice(verifier.scoring) if isinstance(verifier, Device) else OnHost(),
-            room=call.num_new,
-            cuda_graphs=call.request.config.cuda_graphs,
-        )
-    return Runner(call.model, call.num_rows, shape, steps, is_flat)
+    options = StepOptions(
+        call.model,
+        call.num_rows,
+        call.num_new,
+        takes_flat,
+        shape,
+        call.request.config.compiled_layers,
+        call.request.config.cuda_graphs,
+        is_alone=processes.is_alone,
+        observes=bool(outputs.observes),
+        decides=isinstance(verifier, Device),
+        scoring=verifier.scoring if isinstance(verifier, Device) else None,
+    )
+    return engines.choose(select.engine_of(call.input_ids.device), options)

@@ -16,7 +16,6 @@ from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.call.outputs import RequestedOutputs
 from lookahead_hf.call.prepared import PreparedCall
 from lookahead_hf.call.streaming import ColumnStream
-from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.session import DraftSession
 from lookahead_hf.generation.recorder import StatsRecorder, Tracer
@@ -24,6 +23,7 @@ from lookahead_hf.model import compat
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.prefill import prefill
+from lookahead_hf.runner.processes import Processes
 from lookahead_hf.verification.verifier import Verifier
 
 if TYPE_CHECKING:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
-
-if TYPE_CHECKING:
-    from lookahead_hf.model.facts import Numerics
 
 T = TypeVar("T")
 
@@ -27,13 +24,11 @@ class ModelState:
     lock: threading.RLock = field(default_factory=threading.RLock)
     warned: set[str] = field(default_factory=set)  # reasons for a fallback, quantised activations
     run_blocks: set[tuple[str, int, bool]] = field(default_factory=set)  # mode, tokens, if flat
-    # Results of self tests, empty for no fault, by numerics and whether blocks were flat; with each
-    # the hooks that may have caused it, None if none may.
-    trials: dict[tuple[Numerics, bool], tuple[str, frozenset[int] | None]] = field(
-        default_factory=dict
-    )
-    needs_copies: set[tuple[Numerics, bool]] = field(default_factory=set)  # contiguous K and V
-    kernel_trials: dict[Numerics, bool] = field(default_factory=dict)  # of all attention
+    # Results of self tests, empty for no fault, by `Numerics` and whether blocks were flat; with
+    # each the hooks that may have caused it, None if none may.
+    trials: dict[Hashable, tuple[str, frozenset[int] | None]] = field(default_factory=dict)
+    needs_copies: set[Hashable] = field(default_factory=set)  # contiguous K and V, as in `trials`
+    kernel_trials: dict[Hashable, bool] = field(default_factory=dict)  # of attention, by numerics
     fixed_attention: set[int] | None = None  # ids of configurations whose attention must stay
     patch_users: set[object] = field(default_factory=set)  # calls in progress
     patches: list[Callable[[], None]] = field(default_factory=list)  # undo attributes of modules

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
-from types import MethodType
 from typing import Any
 
 import torch
@@ -38,9 +37,6 @@ MOST_TOP = 1024
 
 MOST_SLOTS = 4096
 """The upper limit of `max_slots`."""
-
-NAMES = ("generate_batch", "init_continuous_batching")
-"""Methods of a model for continuous batching."""
 
 
 @dataclass(frozen=True)
@@ -106,60 +102,20 @@ def run_paged(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         return original(*args, **kwargs)
 
 
-class BatchMethod:
-    """Replaces one of `NAMES` on a model object; a copy of the model gets its own."""
-
-    def __init__(self, model: Any, name: str, hook: Any) -> None:
-        """`hook`: replaces the model's `generate`, and has the default of both methods."""
-        self._model, self._name, self._hook = model, name, hook
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        """The method of the model's class; `inspect` follows it."""
-        method = getattr(type(self._model), self._name)
-        own: Callable[..., Any] = getattr(method, "replaced", method)
-        return MethodType(own, self._model)
-
-    @property
-    def __name__(self) -> str:
-        return self._name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _call(self._model, self.__wrapped__, self._hook.default, args, kwargs)
-
-
-def class_method(cls: type, name: str, default: Callable[[], Any]) -> Callable[..., Any]:
-    """Return a replacement for one of `NAMES` on a class; `default` returns how it speculates."""
-    original = getattr(cls, name)
-
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _call(self, MethodType(original, self), default(), args, kwargs)
-
-    method.replaced = original  # type: ignore[attr-defined]
-    return method
-
-
-def remove(cls: type, name: str) -> None:
-    """Remove the replacement of an inherited method from a class."""
-    if hasattr(vars(cls).get(name), "replaced"):
-        delattr(cls, name)
-
-
-def _call(
+def call(
     model: Any,
     original: Callable[..., Any],
     default: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call one of the methods, speculatively if that is asked for."""
+    """Call `generate_batch` or `init_continuous_batching`, speculatively if that is asked for."""
     own = Asked(**{name: kwargs.pop(name) for name in OWN if name in kwargs})
     outer = _asked.get()
     asked = outer if own == Asked() and outer is not None else own
     _check_names(model, original, kwargs)
     given = inspect.signature(original).bind(*args, **kwargs).arguments
-    if original.__name__ == NAMES[1]:
+    if original.__name__ == "init_continuous_batching":
         return _manager(model, original, asked, default, *args, **kwargs)
     if asked.speculative not in (None, False):
         for name, fix in INSTEAD.items():

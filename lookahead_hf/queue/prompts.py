@@ -13,7 +13,6 @@ from lookahead_hf.block.layout import Beginning
 from lookahead_hf.cache.texts import TextCache
 from lookahead_hf.call.prepared import PreparedCall
 from lookahead_hf.draft import DraftTree
-from lookahead_hf.engines.cpu.layers import CompiledSteps
 from lookahead_hf.model import compat
 from lookahead_hf.queue.scheduler import Scheduler
 from lookahead_hf.rows import Rows
@@ -143,13 +142,13 @@ class Prompts:
             if self._texts.slots.lengths[row]:
                 self._texts.free(row)
 
-    def renew(self, compiled: CompiledSteps) -> None:
-        """Go on with weights that may have changed, and with other compiled layers.
+    def renew(self) -> None:
+        """Go on with weights that may have changed.
 
         Texts go on with what they hold, which no other text may copy; prompts that are being read
         begin again.
         """
-        self._runner.renew(compiled)
+        self._runner.renew()
         self._held.clear()
         for row, prompt_ids in list(self._queue.reading.items()):
             self.read(row, prompt_ids)

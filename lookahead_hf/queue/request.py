@@ -19,15 +19,15 @@ from lookahead_hf.call.prepared import PreparedCall, Request
 from lookahead_hf.call.stopping import knows_criterion, with_stop_strings
 from lookahead_hf.call.streaming import ColumnStream
 from lookahead_hf.config import drafter_name
-from lookahead_hf.engines.cpu.layers import CompiledSteps
 from lookahead_hf.engines.cuda.graphs import WORTHWHILE
-from lookahead_hf.engines.cuda.runner import CudaRunner
 from lookahead_hf.fallback import FallbackReason, Unserved, check_settings
 from lookahead_hf.generation.assembly import build_drafters
 from lookahead_hf.logits.constraints import Constraint
 from lookahead_hf.logits.row_processors import knows_processor
 from lookahead_hf.model import compat, limits
 from lookahead_hf.model.compat.batching import RequestState
+from lookahead_hf.runner import engines
+from lookahead_hf.runner.engines import StepOptions
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.verification import select
 from lookahead_hf.verification.select import rules_of
@@ -354,23 +354,24 @@ class Maker:
                 "not keep: leave it out, or call generate"
             )
 
-    def steps(self) -> CompiledSteps:
-        """Return how steps run the layers on a CPU, from what is kept of the model now."""
-        return CompiledSteps(self.model, self.request.config.compiled_layers)
-
     def runner(self, num_rows: int, max_batch_tokens: int | None) -> Runner:
         """Return what runs the steps of the run."""
-        if select.serves(self.model.device):
-            asked = self.request.config.cuda_graphs
-            runner: Runner = CudaRunner(self.model, num_rows, room=WORTHWHILE, cuda_graphs=asked)
-        else:
-            runner = Runner(self.model, num_rows, None, self.steps(), self._takes_flat())
+        config = self.request.config
+        options = StepOptions(
+            self.model,
+            num_rows,
+            WORTHWHILE,
+            self._takes_flat,
+            compiled_layers=config.compiled_layers,
+            cuda_graphs=config.cuda_graphs,
+        )
+        runner = engines.choose(select.engine_of(self.model.device), options)
         if max_batch_tokens is not None:
             fits, most = max_batch_tokens // num_rows - 1, runner.most_nodes
             runner.most_nodes = fits if most is None else min(most, fits)
         return runner
 
-    def _takes_flat(self) -> bool:
+    def _takes_flat(self, reads_prompts: bool) -> bool:
         """Return whether steps may use flat blocks, which hold the tokens of live rows only."""
         call = self.trial()
         position_ids = limits.of_prompt(self.model, call.input_ids, call.model_kwargs)

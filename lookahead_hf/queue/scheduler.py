@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,7 +13,8 @@ from transformers import StoppingCriteriaList
 
 from lookahead_hf.fallback import Unserved
 from lookahead_hf.model import compat
-from lookahead_hf.queue.request import OBJECTS, Found, Job, Wanted
+from lookahead_hf.queue.request import OBJECTS, Found, Job, Maker, Wanted
+from lookahead_hf.stats import SpeculativeStats
 from lookahead_hf.verification.rng import OwnGenerators
 
 CHUNK = 128
@@ -26,6 +27,39 @@ such chunks they wait 0.17 s, and the queue takes as long as before.
 
 MOST_OVERTAKING = 64
 """Most requests that are completed before one that was put aside."""
+
+
+class RequestSource(Protocol):
+    """Where the requests of a run come from, and where their results go.
+
+    Attributes:
+        model: The model.
+        maker: Turns requests into calls of `generate`.
+        max_slots: Most texts that are decoded together.
+        max_batch_tokens: Most tokens of a step, None for any number.
+        progress: Shows the progress of the run, None to show nothing.
+    """
+
+    model: Any
+    maker: Maker
+    max_slots: int
+    max_batch_tokens: int | None
+    progress: Any
+
+    def take(self, in_use: Set[int] = frozenset()) -> Job | None:
+        """Return the next waiting text none of whose objects is in use, None if there is none."""
+
+    def cancelled(self) -> Mapping[str, int]:
+        """Return the ids that were cancelled since the last time, for `Job.is_among`."""
+
+    def stops(self) -> bool:
+        """Return whether to give up the requests in progress."""
+
+    def pauses(self) -> bool:
+        """Wait while the run is paused; return whether it was."""
+
+    def deliver(self, job: Job, record: SpeculativeStats | None = None) -> None:
+        """Deliver the output of a request so far, with its statistics at the end."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from lookahead_hf.call.prepared import PreparedCall
-from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.session import DraftSession, Limits
 from lookahead_hf.engines.cuda.decision import OnDevice, OnHost
@@ -26,15 +25,15 @@ from lookahead_hf.model import compat
 from lookahead_hf.model.compat.batching import RequestStatus
 from lookahead_hf.queue.prompts import Prompts
 from lookahead_hf.queue.request import Job, KeptScores, of_prompt
-from lookahead_hf.queue.scheduler import Scheduler, write_alone
+from lookahead_hf.queue.scheduler import RequestSource, Scheduler, write_alone
 from lookahead_hf.rows import Rows
+from lookahead_hf.runner.processes import Processes
 from lookahead_hf.stats import SpeculativeStats
 from lookahead_hf.trace.steps import PARTS
 from lookahead_hf.verification.walk import Walk
 
 if TYPE_CHECKING:
     from lookahead_hf.logits.grammars.protocol import Grammar
-    from lookahead_hf.queue.manager import SpeculativeBatchingManager
 
 
 _PREFILL, _FORWARD = PARTS.index("prefill"), PARTS.index("forward")
@@ -122,7 +121,7 @@ class QueueSession(Session):
     times: RowTimes
     scheduler: Scheduler
     most_new: np.ndarray
-    manager: SpeculativeBatchingManager
+    manager: RequestSource
     setup: ExitStack = field(default_factory=ExitStack)
 
     def start(self, stack: ExitStack) -> None:
@@ -135,7 +134,7 @@ class QueueSession(Session):
     def goes_on(self) -> bool:
         """Pass on what the rows have become, and give free rows to the requests that wait."""
         if self.manager.pauses():
-            self.prompts.renew(self.manager.maker.steps())
+            self.prompts.renew()
         self._free_cancelled()
         stops = self.manager.stops()
         for row, job in list(self.scheduler.jobs.items()):
@@ -351,7 +350,7 @@ class QueueSession(Session):
             self._fail(row, job, error or RuntimeError(STOPPED))
 
 
-def new_session(manager: SpeculativeBatchingManager) -> QueueSession:
+def new_session(manager: RequestSource) -> QueueSession:
     """Return a session with free rows only.
 
     Raises:

@@ -16,9 +16,8 @@ from lookahead_hf.runner.install import shared_change
 
 if TYPE_CHECKING:
     from lookahead_hf.block.flat import FlatBlock
+    from lookahead_hf.block.layout import Columns
     from lookahead_hf.block.tree_attention import BlockTree
-    from lookahead_hf.engines.cpu.layers.step import LayerStep
-    from lookahead_hf.runner.implicit_positions import Columns
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +31,7 @@ class ForwardContext:
         mixers: Forwards of the mixers, by the id of the mixer.
         by_kernel: Counts attentions by whether our kernel did them, if it attends wherever it can;
             None if it attends only where it is faster.
-        layers: The step in which kernels compute layers on a CPU.
+        layers: The step in which an engine computes layers, in the engine's own form.
         made: Results that the layers of this forward share.
     """
 
@@ -41,7 +40,7 @@ class ForwardContext:
     columns: Columns | None = None
     mixers: Mapping[int, Callable[..., Any]] = field(default_factory=dict)
     by_kernel: Counter[bool] | None = None
-    layers: LayerStep | None = None
+    layers: Any = None
     made: dict[Any, Any] = field(default_factory=dict)
 
     def tree(self, mask: torch.Tensor | None) -> BlockTree | None:

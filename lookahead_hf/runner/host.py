@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, Protocol
 
 import numpy as np
 
+from lookahead_hf import optional
 from lookahead_hf.block.layout import Beginning, BlockInputs, BlockLayout, BlockShape
 from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.cache.slots import ColumnCache
 from lookahead_hf.call import execution
 from lookahead_hf.draft import DraftTree, Verdict, place_in_row
-from lookahead_hf.engines.cpu.layers import CompiledSteps
-from lookahead_hf.engines.hybrid.recurrent import RecurrentLayers
 from lookahead_hf.model import compat, facts
 from lookahead_hf.model.facts import facts_of
 from lookahead_hf.model.state import state_of
@@ -22,6 +21,35 @@ from lookahead_hf.rows import Rows
 from lookahead_hf.runner import non_finite
 from lookahead_hf.runner.forward import ForwardContext, running
 from lookahead_hf.runner.outputs import StepOutputs
+
+
+class LayerSteps(Protocol):
+    """How an engine computes a model's layers in the steps of one call.
+
+    Attributes:
+        is_used: Whether it computed layers in the latest step, or will in the first one.
+        counts: Layers of the latest step by how they ran, as in `SpeculativeStats`.
+        reasons: Why layers ran their own code so far, values of `execution`.
+        was_timed: Whether the latest step ran several times, to find out which way is faster.
+        reads_prompts: Whether it is to read prompts, too.
+        most_tokens: Most tokens of a block that it computes.
+    """
+
+    is_used: bool
+    counts: dict[str, int]
+    reasons: set[str]
+    was_timed: bool
+    reads_prompts: bool
+    most_tokens: int
+
+    def renewed(self) -> LayerSteps:
+        """Return the steps of the same call for weights that may have changed."""
+
+    def leave_prompt(self) -> None:
+        """Note that the model's own code reads the prompt."""
+
+    def run(self, forward: Callable[[], Any], num_tokens: int) -> Any:
+        """Run a forward of so many tokens; `forward` may be called several times."""
 
 
 class Runner:
@@ -38,20 +66,22 @@ class Runner:
         only_chains: Whether drafts must be chains, because of recurrent states.
         recurrent: The layers with such states, None without any or before the prompt.
         is_flat: Whether blocks are flat, see `runner.flat`.
-        steps: How steps run the layers on a CPU, None for their own code.
+        steps: How an engine computes the layers, None for their own code.
+        misses_engine: Whether the model's own code takes the place of an engine.
         beginning: What steps go on from, None before the prompt was run.
     """
 
     most_nodes: int | None = None
     execution: str | None = execution.MODEL
     num_fed = 0
+    misses_engine = False
 
     def __init__(
         self,
         model: Any,
         num_rows: int,
         shape: BlockShape | None = None,
-        steps: CompiledSteps | None = None,
+        steps: LayerSteps | None = None,
         flat: bool = False,
     ) -> None:
         """Prepare for one call.
@@ -60,7 +90,7 @@ class Runner:
             model: The target.
             num_rows: Rows of the batch.
             shape: The shape of every block, None to fit each draft.
-            steps: How steps run the layers on a CPU, None for their own code.
+            steps: How an engine computes the layers, None for their own code.
             flat: Whether blocks are flat.
         """
         self.model = model
@@ -77,7 +107,7 @@ class Runner:
         self._is_repeat = self._is_new = False
         self._names = compat.decoder_names(model)
         self.only_chains = bool(facts_of(model).mixers)
-        self.recurrent: RecurrentLayers | None = None
+        self.recurrent: Any = None
         if self.only_chains and model.device.type == "cuda":
             self.execution = execution.STATES
 
@@ -92,15 +122,19 @@ class Runner:
             slots.fix(slots.longest + self._shape.room)
         if self.only_chains:
             by_token = self._shape is not None
-            self.recurrent = RecurrentLayers(self.model, slots, self.num_rows, by_token)
+            states = optional.load("recurrent states")
+            self.recurrent = states.RecurrentLayers(self.model, slots, self.num_rows, by_token)
         self._layout = BlockLayout(self.model, beginning)
 
     def make_room(self, num_tokens: int) -> None:
         """Prepare for texts of so many tokens; on the host, rows grow with their texts."""
 
-    def renew(self, steps: CompiledSteps | None) -> None:
-        """Go on with weights that may have changed, and with other compiled layers."""
-        self.steps = steps
+    def capture(self) -> None:
+        """Prepare steps of all sizes ahead of a call; on the host there is nothing to prepare."""
+
+    def renew(self) -> None:
+        """Go on with weights that may have changed."""
+        self.steps = self.steps and self.steps.renewed()
 
     def forget_nan(self, row: int) -> None:
         """Let another text, which may show no NaN, take a row."""
@@ -109,10 +143,12 @@ class Runner:
     @property
     def ways(self) -> dict[str, Any]:
         """How steps ran, as fields of `SpeculativeStats`."""
-        if self.steps is None:
-            return {"execution": self.execution}
-        own_code = tuple(sorted(self.steps.reasons))
-        return {"execution": self.execution, "layers": self.steps.counts, "own_code": own_code}
+        reasons: Set[str] = {execution.NO_ENGINE} if self.misses_engine else set()
+        counts: Mapping[str, int] = {}
+        if self.steps is not None:
+            reasons, counts = self.steps.reasons, self.steps.counts
+        own_code = tuple(sorted(reasons))
+        return {"execution": self.execution, "layers": counts, "own_code": own_code}
 
     @property
     def reads_prompts(self) -> bool:

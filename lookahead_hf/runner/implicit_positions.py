@@ -3,34 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
+from lookahead_hf.block.layout import Columns
 from lookahead_hf.model import compat
 from lookahead_hf.model.facts import facts_of
 from lookahead_hf.runner.forward import current
 from lookahead_hf.runner.install import SetOwn
-
-
-class Columns(NamedTuple):
-    """Columns of a block's tokens and of the slots that they see.
-
-    Attributes:
-        query: Columns of the tokens, [rows, width].
-        key: Columns of the slots, [rows, slots].
-        order: Attended tokens before each slot's, [rows, slots].
-    """
-
-    query: torch.Tensor
-    key: torch.Tensor
-    order: torch.Tensor
-
-    @property
-    def distance(self) -> torch.Tensor:
-        """Columns from every slot to every token, at least 0, [rows, width, slots]."""
-        return (self.query[:, :, None] - self.key[:, None, :]).clamp(min=0)
 
 
 def put_under(model: nn.Module, give: SetOwn) -> None:

@@ -8,8 +8,9 @@ from functools import partial
 
 from torch import nn
 
-from lookahead_hf.engines.hybrid import recurrent
+from lookahead_hf import optional
 from lookahead_hf.model import compat
+from lookahead_hf.model.facts import facts_of
 from lookahead_hf.model.state import state_of
 from lookahead_hf.runner import attention, implicit_positions
 from lookahead_hf.runner.install import set_own, shared_change
@@ -30,7 +31,8 @@ def patched(model: nn.Module) -> AbstractContextManager[None]:
             _take_out_compiled(model, undo)
             give = partial(set_own, undo)
             implicit_positions.put_under(model, give)
-            recurrent.put_under(model, give)
+            if facts_of(model).mixers:
+                optional.load("recurrent states").put_under(model, give)
 
     def take_out() -> None:
         attention.take_out(configs)

@@ -13,7 +13,6 @@ from lookahead_hf.block.layout import Beginning
 from lookahead_hf.cache import hf_layers
 from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.draft import DraftTree
-from lookahead_hf.engines.cpu.kernels.program import MOST_TOKENS
 from lookahead_hf.model import compat, limits
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.outputs import StepOutputs
@@ -102,7 +101,8 @@ def _read(runner: Runner, ids: np.ndarray, attended: np.ndarray) -> StepOutputs:
     rows = [row[seen] for row, seen in zip(ids, attended, strict=True)]
     lengths = attended.sum(1)
     starts, total = lengths.cumsum() - lengths, int(lengths.sum())  # among the tokens of all rows
-    most = MOST_TOKENS if runner.reads_prompts else total
+    steps = runner.steps if runner.reads_prompts else None
+    most = total if steps is None else steps.most_tokens
     logits: list[Any] = [None] * len(rows)
     for first in range(0, total, most):
         fed = [

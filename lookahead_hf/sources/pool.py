@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import threading
 import warnings
-from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary, WeakSet
@@ -108,35 +105,6 @@ class PoolDrafter(BuiltInDrafter):
     def end(self, rows: Rows) -> None:
         for row in range(rows.num_rows):
             self.end_row(rows, row)
-
-
-def open_pool(pool: NgramPool | str | os.PathLike[str]) -> NgramPool:
-    """Return the pool itself, or the pool of a file, which is opened again only after a change.
-
-    Texts that are added to a pool from a file stay in this process. ValueError if the file is
-    missing, unreadable, damaged or no pool.
-    """
-    if isinstance(pool, NgramPool):
-        return pool
-    path = os.path.realpath(pool)
-    try:
-        state = os.stat(path)
-        with _opening:
-            return _opened(path, state.st_mtime_ns, state.st_size, state.st_ino)
-    except OSError as error:
-        raise ValueError(
-            f"the pool {os.fspath(pool)!r} cannot be read ({error.strerror or error}): build one "
-            "with `lookahead-hf pool build` or `NgramPool.save`, or leave pool= out and name the "
-            'drafter "pool", which then fills one in memory'
-        ) from error
-
-
-_opening = threading.Lock()
-
-
-@lru_cache(maxsize=8)
-def _opened(path: str, *state: int) -> NgramPool:
-    return NgramPool.load(path)
 
 
 def fingerprint(tokenizer: Any) -> str:

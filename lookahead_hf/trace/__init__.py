@@ -10,6 +10,7 @@ from functools import cache
 from itertools import islice
 from typing import Any
 
+from lookahead_hf import optional
 from lookahead_hf.trace.steps import MODEL, TraceNode, TraceRow, TraceStep, step_from_dict
 
 __all__ = ["MODEL", "Trace", "TraceNode", "TraceRow", "TraceStep"]
@@ -74,15 +75,11 @@ class Trace:
 
     def to_html(self) -> str:
         """Return one HTML page that shows the trace and loads nothing from anywhere."""
-        from lookahead_hf.tools.trace.page import page
-
-        return page(self)
+        return str(optional.load("pages of a trace").page(self))
 
     def to_perfetto(self) -> dict[str, Any]:
         """Return the steps as Chrome trace events, for `json.dump` and https://ui.perfetto.dev."""
-        from lookahead_hf.tools.trace.page import events
-
-        return events(self)
+        return dict(optional.load("pages of a trace").events(self))
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as values that `json.dumps` takes."""

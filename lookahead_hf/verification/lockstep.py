@@ -7,10 +7,10 @@ import torch
 
 from lookahead_hf.call.emitter import Emitter, take_edits
 from lookahead_hf.call.prepared import PreparedCall
-from lookahead_hf.distributed.coordinator import Processes, StepMessage
 from lookahead_hf.draft import ROOT, DraftTree, Verdict
 from lookahead_hf.logits.row_processors import check_scores
 from lookahead_hf.rows import Rows
+from lookahead_hf.runner.processes import Processes, StepMessage
 from lookahead_hf.verification.verifier import Verifier
 from lookahead_hf.verification.walk import Decide, Walk
 

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from lookahead_hf import kernels
-from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.draft import DraftTree, Verdict, place_in_row
 from lookahead_hf.rows import Rows
+from lookahead_hf.runner.processes import Processes
 from lookahead_hf.runner.transfer import pinned
 from lookahead_hf.verification.node_processors import NodeProcessors, admits
 from lookahead_hf.verification.rng import refuse_unless

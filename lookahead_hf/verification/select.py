@@ -5,14 +5,15 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from lookahead_hf import optional
 from lookahead_hf.call import admission
 from lookahead_hf.call.emitter import Emitter
 from lookahead_hf.call.prepared import PreparedCall
-from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.logits.row_processors import RowProcessors
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.outputs import Scores, Scoring
+from lookahead_hf.runner.processes import Processes
 from lookahead_hf.verification import node_processors
 from lookahead_hf.verification.lockstep import FollowerLockstep, FollowerWalk, Lockstep
 from lookahead_hf.verification.node_processors import NodeProcessors
@@ -70,7 +71,12 @@ class BatchedWalk(Walk):
 
 def serves(device: torch.device) -> bool:
     """Return whether calls are verified on the device; on a CPU that would gain nothing."""
-    return device.type == "cuda"
+    return device.type == "cuda" and optional.find("cuda") is not None
+
+
+def engine_of(device: torch.device) -> str:
+    """Return the name of the engine that runs steps on a device."""
+    return "cuda" if serves(device) else device.type
 
 
 class Device(BatchedWalk):

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.rows import Rows
+from lookahead_hf.runner.processes import Processes
 
 
 class Verifier:

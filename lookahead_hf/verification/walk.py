@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from lookahead_hf.call.emitter import Emitter
-from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.draft import ROOT, DraftTree, Verdict
 from lookahead_hf.kernels import argmax
 from lookahead_hf.logits.row_processors import RowProcessors, check_scores
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.outputs import DeviceOutputs
+from lookahead_hf.runner.processes import Processes
 from lookahead_hf.verification.noise import Noise
 from lookahead_hf.verification.rng import OwnGenerators, refuse_unless
 from lookahead_hf.verification.verifier import Verifier

@@ -118,7 +118,7 @@ def test_graphs_go_on_after_a_pause(
     def renewed(self: Any, rows: Any, draft: Any) -> Any:
         seen.append(1)
         if len(seen) % 4 == 0:
-            self.renew(None)
+            self.renew()
         return launch(self, rows, draft)
 
     monkeypatch.setattr(Prompts, "launch", renewed)

@@ -15,9 +15,10 @@ import torch
 from transformers import GenerationMixin
 
 import lookahead_hf
+from lookahead_hf.hook import BATCH_METHODS
 from lookahead_hf.model.compat.batching import bytes_per_token
 from lookahead_hf.queue.manager import SpeculativeBatchingManager
-from lookahead_hf.queue.methods import NAMES, default_slots
+from lookahead_hf.queue.methods import default_slots
 from tests.helpers import models
 from tests.helpers.requests import DRAFTED, alone, prompts, seeded, settings, speculated
 
@@ -67,9 +68,9 @@ def test_every_model_of_a_process(model: Any, everywhere: None) -> None:
 
 
 def test_nothing_is_left_on_the_class(model: Any, everywhere: None) -> None:
-    assert set(NAMES) <= set(vars(GenerationMixin))
+    assert set(BATCH_METHODS) <= set(vars(GenerationMixin))
     lookahead_hf.disable_everywhere()
-    assert not set(NAMES) & set(vars(GenerationMixin))
+    assert not set(BATCH_METHODS) & set(vars(GenerationMixin))
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
@@ -116,7 +117,7 @@ def test_every_call_has_a_manager_of_its_own(model: Any) -> None:
         ("max_batch_token", "pass continuous_batching_config=ContinuousBatchingConfig(max_batch_"),
     ],
 )
-@pytest.mark.parametrize("method", NAMES)
+@pytest.mark.parametrize("method", BATCH_METHODS)
 def test_what_resembles_an_option_is_refused(model: Any, method: str, name: str, fix: str) -> None:
     lookahead_hf.enable(model)
     given = (prompts(1),) if method == "generate_batch" else ()

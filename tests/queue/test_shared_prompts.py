@@ -151,7 +151,7 @@ def test_a_prompt_that_is_read_when_weights_change_begins_again(
                 with torch.no_grad():
                     for layer in model.model.layers:
                         layer.mlp.down_proj.weight.mul_(-1)
-                self.renew(self._runner.steps)
+                self.renew()
         return launch(self, rows, draft)
 
     monkeypatch.setattr(Prompts, "launch", changed)

@@ -17,7 +17,8 @@ from lookahead_hf.drafting.rates import Calibration
 from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.sources.ngram import NgramDrafter
 from lookahead_hf.ngram_pool import NgramPool
-from lookahead_hf.sources.pool import PoolDrafter, fingerprint, open_pool
+from lookahead_hf.ngram_pool.pool import open_pool
+from lookahead_hf.sources.pool import PoolDrafter, fingerprint
 from lookahead_hf.stats import SpeculativeStats
 from tests.helpers.calls import GREEDY
 from tests.helpers.compared import compared

@@ -6,22 +6,38 @@ from functools import partial
 from typing import Any
 
 from lookahead_hf.block.layout import Beginning, BlockShape
-from lookahead_hf.call import execution
+from lookahead_hf.call import admission, execution
 from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.engines.cpu.layers import CompiledSteps
 from lookahead_hf.engines.cuda import graphs
 from lookahead_hf.engines.cuda.capture import Captured, Recording
-from lookahead_hf.engines.cuda.decision import Decision, OnDevice
+from lookahead_hf.engines.cuda.decision import Decision, OnDevice, OnHost
 from lookahead_hf.engines.cuda.graphs import GraphSet, Uncapturable, bucket
 from lookahead_hf.engines.cuda.state import MAX_WIDTH, StepState, pack
 from lookahead_hf.engines.cuda.step import StepFunction
 from lookahead_hf.rows import Rows
+from lookahead_hf.runner.engines import StepOptions
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.outputs import StepOutputs
 from lookahead_hf.runner.watch import ModelSnapshot
 
 ALIGNED = 16
 """Divides the visible slots: torch copies any other mask once per layer."""
+
+
+def runner(options: StepOptions) -> Runner | None:
+    """Return the runner of a call on a device, None if steps cannot stay there."""
+    model = options.model
+    may_stay = options.is_alone and not options.observes  # which graphs do not return
+    if not (may_stay and admission.on_device(model, model.device)):
+        return None
+    return CudaRunner(
+        model,
+        options.num_rows,
+        options.shape,
+        decision=OnDevice(options.scoring) if options.decides else OnHost(),
+        room=options.num_new,
+        cuda_graphs=options.cuda_graphs,
+    )
 
 
 class CudaRunner(Runner):
@@ -79,9 +95,9 @@ class CudaRunner(Runner):
         needed = num_tokens + MAX_WIDTH
         self._most = max(self._most, bucket(needed))
         if self._set is not None and needed > self._set.capacity:
-            self.renew(None)
+            self.renew()
 
-    def renew(self, steps: CompiledSteps | None) -> None:
+    def renew(self) -> None:
         self._leave_graphs()
         if self.beginning is not None:
             self._prepare(self.beginning)

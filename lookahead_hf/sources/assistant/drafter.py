@@ -8,9 +8,9 @@ Learned acceptance rates decide how far to write.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,7 +20,7 @@ import torch
 from lookahead_hf.config import check_int
 from lookahead_hf.distributed import coordinator
 from lookahead_hf.draft import DraftTree
-from lookahead_hf.drafting.drafter import BuiltInDrafter
+from lookahead_hf.drafting.drafter import BuiltInDrafter, TargetCall
 from lookahead_hf.model import compat
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.patched import patched
@@ -36,7 +36,7 @@ from lookahead_hf.sources.assistant.model import AssistantModel, Branches
 from lookahead_hf.sources.assistant.tokens import Bridge, SameTokens, check_sizes, differ
 
 if TYPE_CHECKING:
-    from lookahead_hf.rows import EncoderInputs
+    pass
 
 NUM_DRAFT, TOP_K = 8, 3
 
@@ -44,25 +44,6 @@ MOST_DRAFTED = 64
 
 NOT_SERVED = ("assistant_confidence_threshold", "num_assistant_tokens_schedule")
 """Settings of generation configs that learned acceptance rates replace."""
-
-
-@dataclass(frozen=True)
-class TargetCall:
-    """The target's call that an assistant drafts for.
-
-    Attributes:
-        vocab_size: Token ids of the target; higher ids of the assistant are never drafted.
-        encoder_inputs: Inputs of the target's encoder by row, and their mask.
-        processors: Logits processors; those that only read the scores shape what is drawn from.
-        draws: Whether to draw drafts and to add their distributions, for rejection sampling.
-        settings: Settings for assistants, by their names in generation configs.
-    """
-
-    vocab_size: int | None = None
-    encoder_inputs: EncoderInputs | None = None
-    processors: Sequence[Any] = ()
-    draws: bool = False
-    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 class AssistantDrafter(BuiltInDrafter):

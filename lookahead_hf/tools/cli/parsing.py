@@ -150,7 +150,7 @@ def generation_arguments(arguments: Arguments) -> dict[str, Any]:
 
 def with_pool(config: SpeculativeConfig, file: Path | None) -> SpeculativeConfig:
     """Return the configuration with its pool opened, which is in `file` or where it says."""
-    from lookahead_hf.sources.pool import open_pool
+    from lookahead_hf.ngram_pool.pool import open_pool
 
     named = file or config.pool
     return config if named is None else replace(config, pool=open_pool(named))

@@ -11,8 +11,9 @@ import torch
 
 import lookahead_hf
 from lookahead_hf.draft import ROOT, DraftTree
+from lookahead_hf.drafting.drafter import TargetCall
 from lookahead_hf.rows import Rows
-from lookahead_hf.sources.assistant.drafter import AssistantDrafter, TargetCall
+from lookahead_hf.sources.assistant.drafter import AssistantDrafter
 from tests.helpers.architectures import build
 from tests.helpers.drafts import paths, rows_of
 from tests.helpers.models import VOCAB, characters, prompt, tiny

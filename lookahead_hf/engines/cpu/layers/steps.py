@@ -17,6 +17,8 @@ from lookahead_hf.model import compat
 from lookahead_hf.model.state import state_of
 from lookahead_hf.ngram_pool import compilation
 from lookahead_hf.ngram_pool.compilation import Functions
+from lookahead_hf.runner.engines import StepOptions
+from lookahead_hf.runner.host import Runner
 
 _logger = logging.getLogger(__name__)
 
@@ -27,16 +29,11 @@ LOADING_SECONDS = 0.1
 class CompiledSteps:
     """The steps of one call, whose layers run by the kernels or by their own code.
 
-    Attributes:
-        is_used: Whether kernels computed layers in the latest step, or will in the first one.
-        counts: Layers of the latest step by how they ran, "compiled" or "model"; empty if the call
-            does not use the kernels.
-        reasons: Why layers ran their own code so far, values of `execution`.
-        was_timed: Whether the latest step ran several times, to find out which way is faster.
-        reads_prompts: Whether the kernels are to read prompts, too; not if it has none.
+    The attributes are those of `LayerSteps`; `counts` is empty if a call does not use the kernels.
     """
 
     was_timed = False
+    most_tokens = program.MOST_TOKENS
 
     def __init__(self, model: Any, asked: bool | str = True, refusal: str | None = None) -> None:
         """Describe the model's layers, or those that have changed since the last call.
@@ -47,6 +44,7 @@ class CompiledSteps:
                 the kernels are compiled. Without it they read prompts where torch is slow.
             refusal: Why the call does not use the kernels, None if it may.
         """
+        self._given = model, asked, refusal
         refusal = refusal or (None if asked else execution.NOT_ASKED_FOR)
         refusal = refusal or _refusal(model, waits=asked == "everywhere")
         self._layers = None if refusal else _kept(model)
@@ -61,6 +59,10 @@ class CompiledSteps:
         self.reads_prompts = self._must_read or is_faster
         if self.reads_prompts:  # and the same bits matter more than time
             self._lost = frozenset()
+
+    def renewed(self) -> CompiledSteps:
+        """Return the steps of the same call for weights that may have changed."""
+        return CompiledSteps(*self._given)
 
     def leave_prompt(self) -> None:
         """Let the model's own code read the prompt; the statistics say so if kernels should."""
@@ -100,10 +102,16 @@ class CompiledSteps:
         self.counts = {execution.COMPILED: by_kernels, execution.MODEL: by_own_code}
 
 
+def runner(options: StepOptions) -> Runner:
+    """Return the runner of a call on a CPU."""
+    refusal = None if options.is_alone else execution.PROCESSES  # which must agree
+    steps = CompiledSteps(options.model, options.compiled_layers, refusal)
+    is_flat = options.takes_flat(steps.reads_prompts)
+    return Runner(options.model, options.num_rows, options.shape, steps, is_flat)
+
+
 def groups_of(model: Any) -> list[Functions]:
     """Return the compiled functions that calls on a model need, in the order of need."""
-    if model.device.type != "cpu":
-        return [compilation.drafting]
     dtypes = (each.dtype for each in model.parameters())  # a few layers may have another
     return [compilation.drafting, *program.groups_of([model.dtype, *dtypes])]
 
