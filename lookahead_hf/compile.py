@@ -13,7 +13,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from lookahead_hf import optional
+from lookahead_hf.call import optional
 from lookahead_hf.ngram_pool import compilation
 from lookahead_hf.utils import locked
 

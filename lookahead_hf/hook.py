@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 from transformers import GenerationMixin
 
-from lookahead_hf import optional
+from lookahead_hf.call import optional
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.drafting.memory import memory_of
 from lookahead_hf.drafting.rates import LearnedRate

@@ -12,7 +12,7 @@ from itertools import zip_longest
 from operator import add
 from typing import Any
 
-from lookahead_hf import optional
+from lookahead_hf.call import optional
 from lookahead_hf.model.state import kept
 from lookahead_hf.trace import Trace
 from lookahead_hf.trace.steps import PARTS

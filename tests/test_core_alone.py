@@ -8,67 +8,65 @@ from pathlib import Path
 
 OUTSIDE = ("distributed", "engines", "queue", "sources", "tools")
 
-VISIBLE = """
-engines engines.cpu engines.cpu.kernels engines.cpu.kernels.* engines.cpu.layers
-engines.cpu.layers.code engines.cpu.layers.compiled engines.cpu.layers.descriptions
-engines.cpu.layers.programs engines.cpu.layers.room engines.cpu.layers.step
-engines.cpu.layers.steps engines.cpu.layers.trial
-"""
-"""Modules that a call of the core still needs; which kernels it needs depends on the processor.
-
-This list only gets shorter.
-"""
-
 PROGRAM = """
 import importlib.abc
 import sys
 
-OUTSIDE = tuple(f"lookahead_hf.{each}" for each in OUTSIDE)
-VISIBLE = {f"lookahead_hf.{each}" for each in VISIBLE}
-
 def is_outside(name):
-    return name.startswith(OUTSIDE)
+    return name.startswith(tuple(f"lookahead_hf.{each}" for each in OUTSIDE))
 
 class Wall(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        of_folder = name.rpartition(".")[0] + ".*"
-        if is_outside(name) and VISIBLE.isdisjoint({name, of_folder}):
-            raise ImportError(f"{name} is hidden")
+        if is_outside(name):
+            raise ModuleNotFoundError(f"{name} is hidden", name=name)
 
 sys.meta_path.insert(0, Wall())
 
+import pytest
 from hypothesis import given, settings
 
 import lookahead_hf
+from lookahead_hf.call.execution import NO_ENGINE
 from tests.helpers.agreement import Tally, compare
+from tests.helpers.architectures import build
+from tests.helpers.models import prompt
 from tests.helpers.random_calls import REPEATABLE, calls, smallest
 
-tally = Tally()
+tally, ways = Tally(), set()
 
 @settings(REPEATABLE, max_examples=40)
 @given(call=calls().filter(lambda call: call.drafting != "pool"))
 def agrees(call):
     compare(call, tally)
+    stats = lookahead_hf.last_stats(call.target)
+    ways.add((stats.execution, stats.own_code))
 
 lookahead_hf.warm_up(smallest("llama"), seconds=None)
 agrees()
 assert tally.num_calls >= 40 and tally.num_accepted > 0
 assert tally.num_moved > 0
 assert {"walk", "lockstep"} <= {*tally.engines}
-print(*sorted(name for name in sys.modules if is_outside(name)))
+assert ways == {("model", (NO_ENGINE,))}
+
+with pytest.warns(lookahead_hf.SpeculationFallbackWarning, match="engines.hybrid"):
+    lookahead_hf.generate(build("jamba"), prompt(), max_new_tokens=4)
+model = lookahead_hf.enable(smallest("llama"))
+with pytest.raises(ModuleNotFoundError, match="sources is hidden"):
+    model.generate(prompt(), speculative="pool")
+with pytest.raises(ModuleNotFoundError, match="queue is hidden"):
+    model.generate_batch([[1, 2]], speculative=True)
+with pytest.raises(ModuleNotFoundError, match="tools is hidden"):
+    lookahead_hf.SpeculativeStats()._repr_html_()
+assert not any(map(is_outside, sys.modules))
 """
 
 
 def test_calls_are_plains_without_what_is_outside_of_the_core() -> None:
-    values = f"OUTSIDE = {OUTSIDE!r}\nVISIBLE = {VISIBLE.split()!r}\n"
     done = subprocess.run(
-        [sys.executable, "-c", values + PROGRAM],
+        [sys.executable, "-c", f"OUTSIDE = {OUTSIDE!r}\n{PROGRAM}"],
         cwd=Path(__file__).parents[1],
         capture_output=True,
         text=True,
         timeout=600,
     )
     assert done.returncode == 0, done.stderr
-    loaded = {each.removeprefix("lookahead_hf.") for each in done.stdout.split()}
-    stale = {each for each in VISIBLE.split() if not each.endswith(".*")} - loaded
-    assert not stale

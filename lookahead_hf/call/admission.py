@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from lookahead_hf import optional
 from lookahead_hf.block import layout
 from lookahead_hf.cache import hf_layers
+from lookahead_hf.call import optional
 from lookahead_hf.call.prepared import PreparedCall
 from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.model import compat, self_test

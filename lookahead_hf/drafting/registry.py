@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lookahead_hf import optional
+from lookahead_hf.call import optional
 from lookahead_hf.config import DEFAULT_DRAFTERS, drafter_name
 from lookahead_hf.draft import Verdict
 from lookahead_hf.drafting.drafter import Drafter, TargetCall, warn_of_failure

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lookahead_hf import optional
+from lookahead_hf.call import optional
 from lookahead_hf.kernels import reference
 from lookahead_hf.kernels.data import PathTable, TopRows, TreeWalk
 from lookahead_hf.ngram_pool import compilation

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lookahead_hf import optional
 from lookahead_hf.block.layout import BlockShape
+from lookahead_hf.call import optional
 from lookahead_hf.ngram_pool import compilation
 from lookahead_hf.ngram_pool.compilation import Functions
 from lookahead_hf.runner.host import Runner

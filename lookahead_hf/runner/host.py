@@ -8,11 +8,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lookahead_hf import optional
 from lookahead_hf.block.layout import Beginning, BlockInputs, BlockLayout, BlockShape
 from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.cache.slots import ColumnCache
-from lookahead_hf.call import execution
+from lookahead_hf.call import execution, optional
 from lookahead_hf.draft import DraftTree, Verdict, place_in_row
 from lookahead_hf.model import compat, facts
 from lookahead_hf.model.facts import facts_of

@@ -8,7 +8,7 @@ from functools import partial
 
 from torch import nn
 
-from lookahead_hf import optional
+from lookahead_hf.call import optional
 from lookahead_hf.model import compat
 from lookahead_hf.model.facts import facts_of
 from lookahead_hf.model.state import state_of

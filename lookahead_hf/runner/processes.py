@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import distributed
 
-from lookahead_hf import optional
+from lookahead_hf.call import optional
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.model import compat

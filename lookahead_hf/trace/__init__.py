@@ -10,7 +10,7 @@ from functools import cache
 from itertools import islice
 from typing import Any
 
-from lookahead_hf import optional
+from lookahead_hf.call import optional
 from lookahead_hf.trace.steps import MODEL, TraceNode, TraceRow, TraceStep, step_from_dict
 
 __all__ = ["MODEL", "Trace", "TraceNode", "TraceRow", "TraceStep"]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from lookahead_hf import optional
-from lookahead_hf.call import admission
+from lookahead_hf.call import admission, optional
 from lookahead_hf.call.emitter import Emitter
 from lookahead_hf.call.prepared import PreparedCall
 from lookahead_hf.draft import DraftTree, Verdict
