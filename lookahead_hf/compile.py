@@ -33,7 +33,7 @@ def main(names: Sequence[str]) -> None:
     # These say what there is to compile.
     import lookahead_hf.drafting.registry  # noqa: F401
 
-    optional.load("cpu kernels")
+    optional.find("cpu kernels")
 
     with locked(Path(jit.folder_of(jit.writable()), "lookahead_hf.lock")):
         errors = [error for name in names if (error := _compiled(name))]

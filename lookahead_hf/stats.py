@@ -74,7 +74,7 @@ class SpeculativeStats:
         layers: On a CPU, how many layers kernels computed in the latest step ("compiled"), and how
             many ran their own code ("model"): decoder layers, and linear layers outside of those
             that kernels compute. Empty if the call did not look for any.
-        own_code: On a CPU, why layers ran their own code in any step.
+        own_code: Why layers ran their own code in any step, on a CPU or for want of an engine.
         num_fed: Tokens that the target was fed in the prefill and in steps, padding included.
         fallback_reason: Why nothing was speculated, None where it was.
         row_stats: Counts of each row.

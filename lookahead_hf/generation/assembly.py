@@ -42,7 +42,18 @@ def assemble(call: PreparedCall) -> BatchSession:
         ValueError: An option, a pool or a prediction is wrong.
     """
     model, request, encoder_inputs = call.model, call.request, call.encoder_inputs
-    processes = _processes(call)
+    several = coordinator(model, request.synced_gpus)
+    processes: Processes = (
+        Processes()
+        if several is None
+        else several.of_call(
+            model,
+            call.input_ids.device,
+            synced=request.synced_gpus,
+            draws=request.draws(call.do_sample),
+            assistant=request.assistant_model,
+        )
+    )
     constraint = constraints.of_call(call.processors, call.num_rows)
     drafters = build_drafters(
         model,
@@ -148,22 +159,6 @@ def _block_shape(call: PreparedCall) -> BlockShape | None:
     by_kernel = not call.model_kwargs.get("output_attentions")
     by_kernel = by_kernel and self_test.keeps_bits_in_trees(call.model, INVARIANT_WIDTH)
     return BlockShape(INVARIANT_WIDTH, call.num_new + INVARIANT_WIDTH, by_kernel)
-
-
-def _processes(call: PreparedCall) -> Processes:
-    """Return who decodes a call."""
-    request = call.request
-    several = coordinator(call.model, request.synced_gpus)
-    if several is None:
-        return Processes()
-    found: Processes = several.of_call(
-        call.model,
-        call.input_ids.device,
-        synced=request.synced_gpus,
-        draws=request.draws(call.do_sample),
-        assistant=request.assistant_model,
-    )
-    return found
 
 
 def _runner(

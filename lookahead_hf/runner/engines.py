@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lookahead_hf.block.layout import BlockShape
-from lookahead_hf.call import optional
+from lookahead_hf.call import execution, optional
 from lookahead_hf.ngram_pool import compilation
-from lookahead_hf.ngram_pool.compilation import Functions
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.outputs import Scoring
 
@@ -52,15 +51,16 @@ class StepOptions:
 def choose(name: str, options: StepOptions) -> Runner:
     """Return the runner of a call, from the engine of that name if it serves the call."""
     engine = optional.find(name)
+    misses_engine = engine is None and name in optional.MODULES
     runner: Runner | None = None if engine is None else engine.runner(options)
     if runner is None:
         is_flat = options.takes_flat(False)
         runner = Runner(options.model, options.num_rows, options.shape, flat=is_flat)
-        runner.misses_engine = engine is None and name in optional.MODULES
+        runner.own_code = (execution.NO_ENGINE,) if misses_engine else ()
     return runner
 
 
-def groups_of(model: Any) -> list[Functions]:
+def groups_of(model: Any) -> list[compilation.Functions]:
     """Return the compiled functions that calls on a model need, in the order of need."""
     engine = optional.find("cpu") if model.device.type == "cpu" else None
     return [compilation.drafting] if engine is None else engine.groups_of(model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -66,14 +66,14 @@ class Runner:
         recurrent: The layers with such states, None without any or before the prompt.
         is_flat: Whether blocks are flat, see `runner.flat`.
         steps: How an engine computes the layers, None for their own code.
-        misses_engine: Whether the model's own code takes the place of an engine.
+        own_code: Why the model's own code runs all layers, beside the reasons of `steps`.
         beginning: What steps go on from, None before the prompt was run.
     """
 
     most_nodes: int | None = None
     execution: str | None = execution.MODEL
     num_fed = 0
-    misses_engine = False
+    own_code: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -142,12 +142,10 @@ class Runner:
     @property
     def ways(self) -> dict[str, Any]:
         """How steps ran, as fields of `SpeculativeStats`."""
-        reasons: Set[str] = {execution.NO_ENGINE} if self.misses_engine else set()
-        counts: Mapping[str, int] = {}
-        if self.steps is not None:
-            reasons, counts = self.steps.reasons, self.steps.counts
-        own_code = tuple(sorted(reasons))
-        return {"execution": self.execution, "layers": counts, "own_code": own_code}
+        if self.steps is None:
+            return {"execution": self.execution, "own_code": self.own_code}
+        own_code = tuple(sorted(self.steps.reasons))
+        return {"execution": self.execution, "layers": self.steps.counts, "own_code": own_code}
 
     @property
     def reads_prompts(self) -> bool:

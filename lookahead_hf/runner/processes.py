@@ -18,9 +18,8 @@ from lookahead_hf.rows import Rows
 
 def is_one_of_several() -> bool:
     """Return whether this process belongs to a group of several."""
-    if not distributed.is_available() or not distributed.is_initialized():
-        return False
-    return distributed.get_world_size() > 1
+    is_in_group = distributed.is_available() and distributed.is_initialized()
+    return is_in_group and distributed.get_world_size() > 1
 
 
 def coordinator(model: Any, synced: bool = False) -> Any:

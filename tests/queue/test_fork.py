@@ -13,6 +13,7 @@ import signal
 import torch
 from tests.helpers import models, requests
 import lookahead_hf
+import lookahead_hf.engines.cpu.layers
 import lookahead_hf.queue.manager
 import lookahead_hf.drafting.session
 from lookahead_hf.ngram_pool import compilation
