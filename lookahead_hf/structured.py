@@ -25,7 +25,8 @@ try:
     from xgrammar.contrib import hf
 except ImportError as error:
     raise ImportError(
-        "lookahead_hf.structured needs xgrammar: pip install 'lookahead-hf[structured]'"
+        "lookahead_hf.structured needs xgrammar, of the extra `structured`: in a checkout of "
+        "lookahead_hf, pip install '.[structured]'"
     ) from error
 
 __all__ = ["Processor", "grammar", "json_schema", "regex"]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,4 +44,15 @@ def test_example_runs_and_speculates(
     names = runpy.run_path(str(example), run_name="__main__")
     shown = capsys.readouterr().out
     assert "identical: True" in shown and "identical: False" not in shown
+    speculated(names["model"])
+
+
+def test_the_notebook_runs_and_speculates(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    notebook = json.loads(Path(EXAMPLES[0].parent, "first_steps.ipynb").read_text("utf-8"))
+    names: dict[str, Any] = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            code = "".join(cell["source"])
+            exec(code.replace('"HuggingFaceTB/SmolLM2-135M-Instruct"', repr(str(folder))), names)
+    assert "identical: True" in capsys.readouterr().out
     speculated(names["model"])

@@ -2,7 +2,7 @@
 
     python -m tests.ecosystem.table docs/ecosystem.md
 
-The page marks libraries that are not installed; `pip install "lookahead-hf[ecosystem]"` installs
+The page marks libraries that are not installed; `pip install ".[ecosystem]"` installs
 most of them. The page is kept as it is before "Tested callers", and from "Other tests" on.
 """
 

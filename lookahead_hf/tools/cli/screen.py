@@ -30,7 +30,7 @@ def check_installed(what: str, packages: Sequence[str], extra: str, otherwise: s
     """Raise CommandError if a package is missing that `what` needs and that an extra brings."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        install = f'Install what is missing with: pip install "lookahead-hf[{extra}]"'
+        install = f"In a checkout of lookahead_hf: pip install '.[{extra}]'"
         raise CommandError(f"{what} needs {', '.join(missing)}.\n{install}\n{otherwise}".strip())
 
 

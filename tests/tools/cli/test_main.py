@@ -156,7 +156,7 @@ def test_without_its_extra_the_command_says_what_to_install(
     )
     shown = run("env", code=1)
     assert shown.out == ""
-    assert missing in shown.err and 'pip install "lookahead-hf[cli]"' in shown.err
+    assert missing in shown.err and "pip install '.[cli]'" in shown.err
 
 
 def test_the_package_works_without_the_commands_extra() -> None:

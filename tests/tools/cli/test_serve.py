@@ -99,4 +99,4 @@ def test_without_the_packages_the_command_names_them(
 ) -> None:
     monkeypatch.setattr("lookahead_hf.tools.cli.commands.serve.NEEDS", ("json", "no_such_package"))
     error = run("serve", "m", code=1).err
-    assert "no_such_package" in error and 'pip install "lookahead-hf[serve]"' in error
+    assert "no_such_package" in error and "pip install '.[serve]'" in error
