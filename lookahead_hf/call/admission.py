@@ -60,9 +60,9 @@ def admit(model: Any, purpose: Purpose, cache: Any = None) -> None:
         if purpose is Purpose.CALL and compat.has_own_generate(model):
             return  # which decides what is decoded
         _check_kind(model)
-    except Unserved:
-        if found := stock_refusal():
-            raise Unserved(FallbackReason.VERSION, found) from None
+    except Unserved as unserved:
+        if unserved.reason in (FallbackReason.MODEL, FallbackReason.OWN_LOOP):
+            check_version()
         raise
     if cache is not None:
         _check_cache(model, cache)
@@ -75,10 +75,10 @@ def admit(model: Any, purpose: Purpose, cache: Any = None) -> None:
 
 
 @functools.cache
-def stock_refusal() -> str:
-    """Return why even a Llama of transformers is refused or decoded wrongly here, "" if it is not.
+def check_version() -> None:
+    """Raise Unserved if even a Llama of transformers is refused or decoded wrongly here.
 
-    If it is, the cause is the installed version of transformers, not the model of a call. The first
+    Then the cause is the installed version of transformers, not the model of a call. The first
     refusal of a process asks this, with the self test of a tiny model.
     """
     try:
@@ -87,10 +87,13 @@ def stock_refusal() -> str:
         _check_kind(model)
         found = self_test.fault(model, is_flat=False)
     except Unserved as unserved:
+        if unserved.reason is FallbackReason.ATTENTION:
+            return  # the process has replaced functions, which says nothing of the version
         found = unserved.detail or unserved.reason.text
     except Exception as error:  # whatever this version does otherwise
         found = f"{type(error).__name__}: {error}"
-    return found and f"transformers {compat.VERSION}: {found}"
+    if found:
+        raise Unserved(FallbackReason.VERSION, f"transformers {compat.VERSION}: {found}")
 
 
 def admit_call(call: PreparedCall) -> None:

@@ -63,12 +63,14 @@ def _tested() -> str:
     from lookahead_hf.fallback import FallbackReason, Unserved
 
     try:
-        from lookahead_hf.call.admission import stock_refusal
+        from lookahead_hf.call.admission import check_version
 
-        found = stock_refusal()
+        check_version()
     except ImportError as error:
-        found = str(error)
-    return f"No call is speculated: {Unserved(FallbackReason.VERSION, found)}" if found else YES
+        return f"No call is speculated: {Unserved(FallbackReason.VERSION, str(error))}"
+    except Unserved as unserved:
+        return f"No call is speculated: {unserved}"
+    return YES
 
 
 def versions() -> dict[str, str]:

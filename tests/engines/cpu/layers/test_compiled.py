@@ -17,6 +17,7 @@ from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.llama import modeling_llama
+from transformers.utils.deprecation import deprecate_kwarg
 
 import lookahead_hf
 from lookahead_hf.call import execution
@@ -523,7 +524,10 @@ def test_attention_in_a_file_of_its_own_is_compared_with_known_code() -> None:
     forward = inspect.unwrap(modeling_llama.LlamaAttention.forward)
     for function in (modeling_llama.eager_attention_forward, eager):
         own = forward.__globals__ | {"eager_attention_forward": function}
-        Attention.forward = FunctionType(forward.__code__, own, None, forward.__defaults__)
+        made = FunctionType(forward.__code__, own, None, forward.__defaults__)
+        if forward is not modeling_llama.LlamaAttention.forward:  # since transformers 5.24
+            made = deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")(made)
+        Attention.forward = made
         model = single()
         model.set_attn_implementation("eager")
         for layer in model.model.layers:
