@@ -7,9 +7,8 @@ import contextvars
 import copy
 import dataclasses
 import logging
-import sys
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -27,16 +26,10 @@ from lookahead_hf.tools.serving.schemas import grammar_of
 STOP_SECONDS = 10.0
 """The longest wait for the thread of a queue, which ends within a step."""
 
-_OF_SERVER = [
-    "max_new_tokens",
-    "use_cache",
-    "cache_implementation",
-    "eos_token_id",
-    "transformers_version",
-    "num_return_sequences",
-    "continuous_batching_config",
-    "speculative",
-]
+_OF_SERVER = (
+    *("max_new_tokens", "eos_token_id", "use_cache", "cache_implementation"),
+    *("transformers_version", "num_return_sequences", "continuous_batching_config", "speculative"),
+)
 """Settings that a text in a queue does not have, or gets in another way."""
 
 _logger = logging.getLogger(__name__)
@@ -90,6 +83,17 @@ def _fit(request: ServedRequest, config: Any, num_prompt: int, model: Any, limit
         config.max_new_tokens = min(config.max_new_tokens, room)
 
 
+class Worker(ThreadPoolExecutor):
+    """The thread that generates for a model; unlike transformers' own it can end."""
+
+    def __init__(self) -> None:
+        super().__init__(1, "lookahead_hf generating")
+
+    def async_submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function in the thread; a result that nobody waits for is dropped."""
+        return asyncio.wrap_future(self.submit(function, *args, **kwargs))
+
+
 class Running:
     """Alters the objects of transformers' server that run requests.
 
@@ -119,8 +123,8 @@ class Running:
             if queue is not None:
                 queue.stop(timeout=STOP_SECONDS, hard_stop=True)
                 manager._cb = None
-            elif hasattr(manager, "submit"):
-                manager.submit(sys.exit)  # which ends the thread without a word
+            elif hasattr(manager, "_thread"):
+                manager._thread.shutdown(wait=False, cancel_futures=True)
         self._compilers.shutdown(wait=False, cancel_futures=True)
 
     def uses_queue(self, model: Any, modality: Any) -> bool:
@@ -138,21 +142,27 @@ class Running:
 
     def _new_queue(self, model: Any) -> Any:
         config = copy.deepcopy(model.generation_config)
+        config.max_new_tokens = config.max_new_tokens or 1024  # each request brings its own
         batching = self._state._cb_config
         return model.init_continuous_batching(config, batching, speculative=self._config)
 
     def get_manager(self, *args: Any, **kwargs: Any) -> Any:
         """Return transformers' manager of a model's requests, altered."""
-        from transformers.cli.serving.utils import CBGenerateManager
+        from transformers.cli.serving import utils
 
-        manager = self._get(*args, **kwargs)
+        threads = utils.InferenceThread
+        utils.InferenceThread = Worker  # a manager that is made now gets one
+        try:
+            manager = self._get(*args, **kwargs)
+        finally:
+            utils.InferenceThread = threads
         if manager in self._managers:
             return manager
         self._managers.append(manager)
         for name in ("generate_streaming", "generate_non_streaming"):
             streams = name == "generate_streaming"
             setattr(manager, name, self._noting(getattr(manager, name), streams))
-        if isinstance(manager, CBGenerateManager):
+        if isinstance(manager, utils.CBGenerateManager):
             manager.init_cb = MethodType(self._init_queue, manager)
         else:
             manager.submit = self._submitting(manager.submit)
@@ -187,14 +197,9 @@ class Running:
         async def altered(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             request, run = current.get(), contextvars.copy_context().run
             if request is not None and request.compile is not None:
-                ready: Future[Any] = self._compilers.submit(
-                    self._after_compiling, request, lambda: None
-                )
+                ready = self._compilers.submit(self._after_compiling, request, lambda: None)
                 await asyncio.wrap_future(ready)
-            future = submit(run, function, *args, **kwargs)
-            # The thread answers also if nobody waits any more.
-            future.add_done_callback(lambda each: each.cancelled() or each.exception())
-            return await asyncio.shield(future)
+            return await submit(run, function, *args, **kwargs)
 
         return altered
 

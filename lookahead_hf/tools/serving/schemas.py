@@ -35,9 +35,9 @@ def take_tools(body: Mapping[str, Any]) -> dict[str, Any] | None:
     if isinstance(name, str) and name in tools:
         return {name: tools[name]}
     raise ValueError(
-        f'tool_choice={shown(choice)} is not served with the tools {shown(list(tools))}: give "required" '
-        'with tools, {"type": "function", "function": {"name": NAME}} with one of them, "auto" or '
-        '"none"'
+        f"tool_choice={shown(choice)} is not served with the tools {shown(list(tools))}: give "
+        '"required" with tools, {"type": "function", "function": {"name": NAME}} with one of them, '
+        '"auto" or "none"'
     )
 
 

@@ -71,6 +71,7 @@ SEAMS = (
     "utils.GenerationState.get_manager",
     "utils.GenerationState.use_continuous_batching",
     "utils.CBGenerateManager.init_cb",
+    "utils.InferenceThread",
     "utils.GenerateManager.submit",
     "utils.GenerateManager.async_submit",
 )
@@ -150,6 +151,26 @@ def speculating(
         yield
     finally:
         server.build_server = original
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Let servers end their requests at the first signal, instead of waiting for their texts."""
+    import uvicorn
+
+    original = uvicorn.Server.handle_exit
+
+    def handle_exit(server: Any, *args: Any) -> None:
+        original(server, *args)
+        state = getattr(server.config.app, "state", None)
+        if hasattr(state, "end_requests"):
+            state.end_requests()
+
+    uvicorn.Server.handle_exit = handle_exit  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        uvicorn.Server.handle_exit = original  # type: ignore[method-assign]
 
 
 def _end_with(app: Any, running: Running) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lookahead_hf import SpeculativeConfig
-from lookahead_hf.tools.serving.fields import CHAT, COMPLETIONS, REFUSED, RESPONSES, check_fields
+from lookahead_hf.tools.serving.checks import CHAT, COMPLETIONS, REFUSED, RESPONSES, check_fields
 from tests.helpers.served import Served, serving
 from tests.helpers.tiny_chat import DRAFTING
 
@@ -89,11 +89,12 @@ def test_the_first_calls_of_open_webui(served: Served) -> None:
 @pytest.mark.parametrize(
     ("path", "fields", "said"),
     [
-        (CHAT, {"n": 2}, "n=2 is not served: this server writes one answer to a request"),
+        (CHAT, {"n": 9}, "n asks for 9 texts: ask for 8 at most"),
+        (RESPONSES, {"n": 2}, "n=2 is not served: this server writes one answer"),
         (CHAT, {"logprobs": True, "top_logprobs": 3}, "this server returns no log probabilities"),
-        (CHAT, {"presence_penalty": 0.5}, "use frequency_penalty"),
+        (CHAT, {"presence_penalty": 5}, "presence_penalty=5 is not served: give -2 to 2"),
         (CHAT, {"tool_choice": "required"}, 'give "required" with tools'),
-        (CHAT, {"stream": True, "n": 3}, "n=3 is not served"),
+        (CHAT, {"stream": True, "n": 0}, "n=0 is not served: give 1 or more"),
         (CHAT, {"top_k": 5}, "Unexpected fields in the request: {'top_k'}"),
         (COMPLETIONS, {"logprobs": 0}, "returns no log probabilities"),
         (COMPLETIONS, {"echo": True}, "put the prompt before the answer"),
@@ -117,7 +118,11 @@ def test_the_first_calls_of_open_webui(served: Served) -> None:
             {"messages": [{"role": "user", "content": [PICTURE]}]},
             "image_url: this model reads",
         ),
-        (RESPONSES, {"input": [{"type": "input_image", "image_url": "x"}]}, "reads text alone"),
+        (
+            RESPONSES,
+            {"input": [{"type": "input_image", "image_url": "x"}]},
+            "send it in the message",
+        ),
         (RESPONSES, {"input": ""}, "the request has no input: give a text or a list"),
     ],
 )
@@ -125,7 +130,7 @@ def test_what_is_not_obeyed_is_refused(
     served: Served, path: str, fields: dict[str, Any], said: str
 ) -> None:
     status, answer = posted(served, path, {"model": served.folder, **NEEDED[path], **fields})
-    assert status in (400, 422)
+    assert status == 400
     assert said in json.loads(answer)["error"]["message"]
 
 
@@ -141,14 +146,14 @@ def test_values_that_ask_for_nothing_are_taken(served: Served) -> None:
     for path, fields in REFUSED.items():
         for name, (values, _) in fields.items():
             for value in (None, *values):
-                check_fields(path, {**NEEDED[path], name: value}, None)
+                check_fields(path, {**NEEDED[path], name: value}, "m")
             with pytest.raises(ValueError, match=f"^{name}='other' is not served"):
-                check_fields(path, {**NEEDED[path], name: "other"}, None)
+                check_fields(path, {**NEEDED[path], name: "other"}, "m")
 
 
 def test_no_tool_is_offered_where_none_is_to_be_called() -> None:
     body: dict[str, Any] = {"messages": SAID, "tools": [{}], "tool_choice": "none"}
-    check_fields(CHAT, body, None)
+    check_fields(CHAT, body, "m")
     assert "tools" not in body
 
 
@@ -175,6 +180,8 @@ def test_a_server_without_a_model_of_its_own(folder: str) -> None:
     with serving(folder, SpeculativeConfig(**DRAFTING)) as served:
         served.server._model_manager.force_model = None
         given = {"messages": SAID, "max_tokens": 4}
+        with pytest.raises(BadRequestError, match="the request has no model"):
+            served.client.chat.completions.create(model="", **given)
         assert [each.id for each in served.client.models.list()] == [folder]
         with pytest.raises(BadRequestError, match="the model cannot be loaded"):
             served.client.chat.completions.create(model="/nowhere/at/all", **given)
