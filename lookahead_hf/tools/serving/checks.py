@@ -95,6 +95,11 @@ SETTINGS: Mapping[str, tuple[type, float, float] | None] = {
 }
 """Fields of `generation_config`, with the range of numbers; `generate` checks the others."""
 
+_IDS = (
+    *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "eos_token_id"),
+    *("pad_token_id", "bos_token_id", "forced_bos_token_id", "forced_eos_token_id"),
+)
+
 MEDIA = ("image_url", "input_image", "input_audio", "audio_url", "video_url", "file", "input_file")
 """Parts of a message that transformers' server leaves out for a model that reads text alone."""
 
@@ -144,7 +149,7 @@ def parsed(body: bytes) -> dict[str, Any]:
 def check_fields(
     path: str, body: dict[str, Any], only_model: str | None, limits: Limits = USUAL
 ) -> None:
-    """Refuse fields that would be ignored or not understood; obey `tool_choice` and `stream`.
+    """Refuse fields that would be ignored or not understood; correct others.
 
     Args:
         path: The request's path.
@@ -171,7 +176,8 @@ def check_fields(
     if not body.get(needed):
         raise ValueError(f"the request has no {needed}: give {TYPES[needed][1]}")
     _check_stop(body.get("stop"), limits)
-    _check_bias(body.get("logit_bias"))
+    if body.get("logit_bias") is not None:
+        body["logit_bias"] = _checked_bias(body["logit_bias"])
     _check_settings(body.get("generation_config"))
     for name, value in (body.get("chat_template_kwargs") or {}).items():
         if name in _OF_TEMPLATES or not isinstance(value, (bool, int, float, str)):
@@ -230,13 +236,15 @@ def _check_stop(stop: Any, limits: Limits) -> None:
             raise ValueError(f"stop={shown(each)} is not served: give texts of 1 to {most} letters")
 
 
-def _check_bias(bias: Mapping[str, Any] | None) -> None:
-    for token, value in (bias or {}).items():
+def _checked_bias(bias: Mapping[str, Any]) -> dict[str, float]:
+    """Return a bias with the numbers that transformers takes."""
+    for token, value in bias.items():
         if not (token.isascii() and token.isdigit() and len(token) < 10):
             raise ValueError(f"logit_bias has the key {shown(token)}: give token ids")
         if value is None:
             raise ValueError("logit_bias holds null: give numbers")
         _check_number(f"logit_bias of {token}", value, float, -100, 100)
+    return {token: float(value) for token, value in bias.items()}
 
 
 def _check_settings(text: str | None) -> None:
@@ -255,6 +263,17 @@ def _check_settings(text: str | None) -> None:
         bounds = SETTINGS[name]
         if bounds is not None:
             _check_number(f"generation_config: {name}", value, *bounds)
+        elif name in _IDS and not _are_ids(value, nested=name == "bad_words_ids"):
+            raise ValueError(f"generation_config: {name}={shown(value)} is not token ids")
+
+
+def _are_ids(value: Any, nested: bool) -> bool:
+    """Return whether a value is a token id, a list of them, or, if nested, a list of such lists."""
+    if nested:
+        lists = value if isinstance(value, list) else [None]
+        return all(isinstance(each, list) and each and _are_ids(each, False) for each in lists)
+    each = value if isinstance(value, list) else [value]
+    return value is None or all(type(token) is int and token >= 0 for token in each)
 
 
 def _check_tool(tool: Any) -> None:

@@ -78,6 +78,7 @@ class Trials:
         """End the process; the next task starts another one."""
         with self._lock:
             self._end()
+            self._vocabulary = None
 
     def _end(self) -> None:
         process, self._process = self._process, None

@@ -14,18 +14,18 @@ def _limit(default: Any, what: str) -> Any:
 class Limits:
     """The limits of a server; each is an option `--max-NAME` of `lookahead-hf serve`."""
 
-    body_mb: float = _limit(10.0, "MB of a request.")
-    stop_strings: int = _limit(16, "Strings of `stop`.")
-    stop_characters: int = _limit(256, "Characters of a string of `stop`.")
-    schema_kb: float = _limit(64.0, "KB of a JSON schema, or of the tools to be called.")
-    compile_seconds: float = _limit(5.0, "Seconds to compile a schema.")
-    waiting: int = _limit(256, "Requests that wait for their first token.")
-    seconds: float = _limit(600.0, "Seconds from a request's arrival to the end of its answer.")
+    body_mb: float = _limit(10.0, "MB of a request")
+    stop_strings: int = _limit(16, "strings of `stop`")
+    stop_characters: int = _limit(256, "characters of a string of `stop`")
+    schema_kb: float = _limit(64.0, "KB of a JSON schema, or of the tools to be called")
+    compile_seconds: float = _limit(5.0, "seconds to compile a schema")
+    waiting: int = _limit(256, "requests that wait for their first token")
+    seconds: float = _limit(600.0, "seconds from a request's arrival to the end of its answer")
     tokens: int | None = _limit(
-        None, "Tokens of a prompt and its answer; by default the model's positions."
+        None, "tokens of a prompt and its answer; by default the model's positions"
     )
-    choices: int = _limit(8, "Answers to a prompt, `n`.")
-    prompts: int = _limit(32, "Prompts of a completion.")
+    choices: int = _limit(8, "answers to a prompt, `n`")
+    prompts: int = _limit(32, "prompts of a completion")
 
 
 USUAL = Limits()

@@ -200,17 +200,18 @@ class Entrance:
             _check_together(taken, fields)
         given = fields.get("prompt") if path == COMPLETIONS else None
         prompts = given if isinstance(given, list) else [given]
-        each = int(fields.pop("n", None) or 1)
-        requests, bodies = [], []
+        each, loop = int(fields.pop("n", None) or 1), asyncio.get_running_loop()
+        requests: list[ServedRequest] = []
+        bodies = []
         for prompt in prompts:
             body = fields if prompt is None else {**fields, "prompt": prompt}
             for _ in range(each):
                 index, seed = len(requests), taken.seed
                 if seed is not None and index:
                     seed = request_seed(seed, index)
-                loop = asyncio.get_running_loop()
-                fresh = {"over": asyncio.Event(), "when_over": [], "loop": loop, "seed": seed}
-                requests.append(dataclasses.replace(taken, **fresh))
+                request = dataclasses.replace(taken, over=asyncio.Event(), when_over=[])
+                request.loop, request.seed = loop, seed
+                requests.append(request)
                 bodies.append(json.dumps(body).encode())
         return requests, bodies, len(prompts)
 

@@ -254,8 +254,9 @@ class Running:
                 given["streaming"] = True
                 if add(input_ids, **given, **settings, **own) is None:
                     request.end(STOPPING, 503)
-            except ValueError as error:
-                request.end(str(error))
+            except Exception as error:  # of its own settings: nothing else was done
+                _logger.warning("a request was refused", exc_info=error)
+                request.end(str(error) or type(error).__name__)
 
         if request.compile is not None:
             self._compilers.submit(self._after_compiling, request, work)

@@ -163,10 +163,9 @@ def ending_at_once() -> Iterator[None]:
     def handle_exit(server: Any, *args: Any) -> None:
         original(server, *args)
         state = getattr(server.config.app, "state", None)
-        if hasattr(state, "end_requests"):
-            state.end_requests()
+        getattr(state, "end_requests", lambda: None)()
 
-    uvicorn.Server.handle_exit = handle_exit  # type: ignore[method-assign]
+    uvicorn.Server.handle_exit = handle_exit  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -316,10 +315,11 @@ class ServedGenerate:
         if config is None or ids is None:
             return
         if request.grammar is None:
-            given = request, ids, self._model, self._tokenizer
-            request.grammar = grammar_of(*given, self._limits.compile_seconds)
-        given = request, config, ids.shape[-1], self._model, self._tokenizer
-        for name, own in add_to_call(*given, self._limits).items():
+            seconds = self._limits.compile_seconds
+            request.grammar = grammar_of(request, ids, self._model, self._tokenizer, seconds)
+        num_prompt, model, tokenizer = ids.shape[-1], self._model, self._tokenizer
+        added = add_to_call(request, config, num_prompt, model, tokenizer, self._limits)
+        for name, own in added.items():
             kwargs[name] = [*(kwargs.get(name) or ()), *own]
 
     def _speculative(self, request: ServedRequest, config: Any) -> Any:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +30,6 @@ def without_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.utils._cache_manager.HF_HUB_CACHE", str(tmp_path / "none"))
 
 
-def posted(served: Served, path: str, body: dict[str, Any]) -> tuple[int, str]:
-    """The status of an answer, and what it holds, as a program without a library sees it."""
-    headers = {"Authorization": "Bearer x", "Content-Type": "application/json"}
-    address = f"http://localhost:{served.port}{path}"
-    request = urllib.request.Request(address, json.dumps(body).encode(), headers)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
-
-
 def test_the_model_that_is_served_is_listed_without_a_cache(served: Served) -> None:
     assert [each.id for each in served.client.models.list()] == [served.folder]
 
@@ -54,8 +40,7 @@ def test_the_first_calls_of_open_webui(served: Served) -> None:
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "def f(x):"}]},
     ]
-    status, events = posted(
-        served,
+    status, events = served.post(
         CHAT,
         {
             "stream": True,
@@ -72,8 +57,7 @@ def test_the_first_calls_of_open_webui(served: Served) -> None:
     assert len(text) == chunks[-1]["usage"]["completion_tokens"] == 24
     assert chunks[-1]["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] > 0
     task = "### Task:\nGenerate a concise, 3-5 word title with an emoji.\n### Output:\nJSON format"
-    status, title = posted(
-        served,
+    status, title = served.post(
         CHAT,
         {
             "model": model["id"],
@@ -129,7 +113,7 @@ def test_the_first_calls_of_open_webui(served: Served) -> None:
 def test_what_is_not_obeyed_is_refused(
     served: Served, path: str, fields: dict[str, Any], said: str
 ) -> None:
-    status, answer = posted(served, path, {"model": served.folder, **NEEDED[path], **fields})
+    status, answer = served.post(path, {"model": served.folder, **NEEDED[path], **fields})
     assert status == 400
     assert said in json.loads(answer)["error"]["message"]
 
@@ -213,6 +197,6 @@ def test_what_the_chat_template_says(served: Served, monkeypatch: pytest.MonkeyP
     (timed,) = served.server._model_manager.loaded_models.values()
     template = "{{ raise_exception('roles must alternate') }}"
     monkeypatch.setattr(timed.processor, "chat_template", template)
-    status, answer = posted(served, CHAT, {"model": served.folder, "messages": SAID})
+    status, answer = served.post(CHAT, {"model": served.folder, "messages": SAID})
     said = json.loads(answer)["error"]["message"]
     assert (status, said.partition(": ")[2]) == (400, "roles must alternate")

@@ -44,9 +44,7 @@ def _limits(command: Callable[..., None]) -> Callable[..., None]:
             type=click.IntRange(min=1) if is_whole else click.FloatRange(min=0, min_open=True),
             default=each.default,
             show_default=each.default is not None,
-            help=f"Most {each.metadata['what'][0].lower()}{each.metadata['what'][1:]}"
-            if not each.metadata["what"].startswith(("MB", "KB"))
-            else f"Most {each.metadata['what']}",
+            help=f"Most {each.metadata['what']}.",
         )(command)
     return command
 
@@ -71,6 +69,7 @@ def _limits(command: Callable[..., None]) -> Callable[..., None]:
 @click.pass_context
 def COMMAND(
     context: click.Context,
+    /,
     config: SpeculativeConfig,
     pool: Path | None,
     api_key: str | None,
