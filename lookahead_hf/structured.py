@@ -42,8 +42,8 @@ _FORBIDDEN = (
 _KEPT_BYTES = 1 << 28
 """Size of the compiled grammars that are kept for a tokenizer."""
 
-_compilers: WeakKeyDictionary[Any, tuple[Any, Any]] = WeakKeyDictionary()
-"""What each tokenizer was when its compiler was made, and the compiler."""
+_compilers: WeakKeyDictionary[Any, tuple[Any, Any, Any]] = WeakKeyDictionary()
+"""What each tokenizer was when its compiler was made, the compiler, and xgrammar's description."""
 
 
 class Processor(hf.LogitsProcessor):
@@ -172,6 +172,12 @@ def _allows_text(grammar: Any) -> bool:
     return not constrains or bool(mask.any())
 
 
+def vocabulary(tokenizer: Any) -> str:
+    """Return xgrammar's description of a tokenizer, for another process."""
+    _compiler(tokenizer)
+    return str(_compilers[getattr(tokenizer, "tokenizer", tokenizer)][2].serialize_json())
+
+
 def _compiler(tokenizer: Any) -> Any:
     """Return the compiler of a tokenizer, or of the one that a processor of pictures has."""
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
@@ -179,5 +185,5 @@ def _compiler(tokenizer: Any) -> Any:
     if tokenizer not in _compilers or _compilers[tokenizer][0] != now:
         info = xgrammar.TokenizerInfo.from_huggingface(tokenizer)
         compiler = xgrammar.GrammarCompiler(info, cache_limit_bytes=_KEPT_BYTES)
-        _compilers[tokenizer] = now, compiler
+        _compilers[tokenizer] = now, compiler, info
     return _compilers[tokenizer][1]

@@ -12,11 +12,33 @@ from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
     MaxLengthCriteria,
     MaxTimeCriteria,
+    StoppingCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
 )
 
-_KNOWN = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
+
+class StopTexts(StoppingCriteria):
+    """Ends a text in which one of some strings appears after the prompt.
+
+    transformers' `StopStringCriteria` compares every string with the whole vocabulary before the
+    first token, which takes minutes for long strings; this one reads the end of the text.
+    """
+
+    def __init__(self, strings: Iterable[str], tokenizer: Any, num_prompt: int) -> None:
+        """`num_prompt`: tokens of the prompt, in which strings do not count."""
+        self.strings, self.tokenizer, self.num_prompt = tuple(strings), tokenizer, num_prompt
+        self._most = max(map(len, self.strings)) + 8  # some tokens are part of a character
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """Return which rows, [rows, columns], end with their latest token, [rows] bool."""
+        first = max(self.num_prompt, input_ids.shape[1] - self._most)
+        texts = self.tokenizer.batch_decode(input_ids[:, first:], skip_special_tokens=True)
+        found = [any(string in text for string in self.strings) for text in texts]
+        return torch.tensor(found, device=input_ids.device)
+
+
+_KNOWN = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria, StopTexts)
 """Criteria, by exact type, whose answer for a row depends on that row alone."""
 
 
@@ -56,6 +78,7 @@ class RowStopping:
         self._lengths = [c for c in criteria if type(c) is MaxLengthCriteria]
         self._times = [c for c in criteria if type(c) is MaxTimeCriteria]
         self._strings = [_StopStrings(c) for c in criteria if type(c) is StopStringCriteria]
+        self._texts = [c for c in criteria if type(c) is StopTexts]
         self._eos = frozenset(
             token
             for c in criteria
@@ -84,7 +107,9 @@ class RowStopping:
             return None
         if self._unknown:
             return type(self._unknown[0]).__name__
-        uneven = [c for c in self._criteria if type(c) in (MaxTimeCriteria, StopStringCriteria)]
+        uneven = [
+            c for c in self._criteria if type(c) in (MaxTimeCriteria, StopStringCriteria, StopTexts)
+        ]
         return type(uneven[0]).__name__ if uneven and not self.has_eos else None
 
     def stops(
@@ -111,7 +136,8 @@ class RowStopping:
         if self._times:
             ended |= any(time.time() - c.initial_timestamp > c.max_time for c in self._times)
         ended |= token_id in self._eos
-        return ended or any(c.end_with(token_id, ids) for c in self._strings)
+        ended = ended or any(c.end_with(token_id, ids) for c in self._strings)
+        return ended or any(bool(c(ids(), None)[0]) for c in self._texts)
 
     def ended(self, ids: torch.Tensor, going: np.ndarray, scores: Any) -> np.ndarray:
         """Ask all criteria about a whole batch, as plain does.

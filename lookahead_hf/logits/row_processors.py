@@ -11,6 +11,7 @@ import torch
 from transformers.generation import logits_process as hf
 
 from lookahead_hf.logits.constraints import Constraint, recognise
+from lookahead_hf.logits.presence import PresencePenalty
 from lookahead_hf.logits.warpers import twin
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -49,6 +50,7 @@ _BY_PREFIX = frozenset(
         hf.SuppressTokensAtBeginLogitsProcessor,
         hf.WatermarkLogitsProcessor,
         hf.WhisperTimeStampLogitsProcessor,
+        PresencePenalty,
     }
 )
 """Processors that depend on the scores and the row's own prefix; subclasses do not count."""

@@ -21,7 +21,7 @@ from lookahead_hf.generation.decode import run
 from lookahead_hf.model.compat.batching import GenerationOutput, QueueManager, fill
 from lookahead_hf.ngram_pool.compilation import drafting
 from lookahead_hf.queue.queues import RequestQueue, Router, Waiting
-from lookahead_hf.queue.request import UNSAID, Job, Maker, own_objects
+from lookahead_hf.queue.request import UNSAID, Job, Maker, own_objects, request_seed
 from lookahead_hf.queue.session import new_session
 from lookahead_hf.stats import SpeculativeStats
 
@@ -108,6 +108,17 @@ class CallersThread:
         self._is_alive = False
 
 
+def _is_left_alone() -> bool:
+    """Return whether the process ends, and waits for nothing but threads of managers."""
+    if threading.main_thread().is_alive():
+        return False
+    others = (each for each in threading.enumerate() if not each.daemon and each.is_alive())
+    return all(each.name.startswith(RUN) for each in others)
+
+
+RUN = "lookahead_hf queue"
+"""The beginning of the names of managers' threads."""
+
 IDLE_SECONDS = 0.1
 """Longest time between two looks for requests in an idle run."""
 
@@ -174,6 +185,8 @@ class SpeculativeBatchingManager(QueueManager):
         if not self._in_call:
             end_team()
             super().start()
+            if self.thread is not None:
+                self.thread.name = RUN
             return
         self.background_thread_status.clear()
         self.thread = CallersThread(self.decode)
@@ -270,9 +283,9 @@ class SpeculativeBatchingManager(QueueManager):
         return found
 
     def stops(self) -> bool:
-        """Return whether to give up the requests in progress."""
+        """Return whether to give up the requests in progress: nobody may take their results."""
         status = self.background_thread_status
-        return bool(status.local_status >= status.HARD_STOP)
+        return bool(status.local_status >= status.HARD_STOP) or _is_left_alone()
 
     def pauses(self) -> bool:
         """Wait while the run is paused; return whether it was."""
@@ -332,7 +345,11 @@ class SpeculativeBatchingManager(QueueManager):
                 continue
             each.num_children = 0
             names = frozenset({each.request_id, name})
-            jobs.append(Job(each, index, self._seed_of(index), names, own_objects(each)))
+            own = each.logit_processor_kwargs.pop("seed", None)
+            seed = self._seed_of(index) if own is None else own
+            if own is not None and each is not state:
+                seed = request_seed(own, 1 + index - request.first)
+            jobs.append(Job(each, index, seed, names, own_objects(each)))
         return jobs
 
     def decode(self) -> None:

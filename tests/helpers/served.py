@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lookahead_hf import SpeculativeConfig
+from lookahead_hf.tools.serving.limits import USUAL, Limits
 from tests.helpers.tiny_chat import save_tiny_chat
 
 
@@ -48,6 +51,19 @@ class Served:
         """The text without speculation."""
         return self.text(prompt, extra_body={"speculative": False}, **fields)
 
+    def post(self, path: str, body: Any, **headers: str) -> tuple[int, str]:
+        """The status of an answer, and what it holds, as a program without a library sees it."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", **headers}
+        address = f"http://localhost:{self.port}{path}"
+        asked = urllib.request.Request(address, data, headers)
+        try:
+            with urllib.request.urlopen(asked, timeout=60) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
     def get(self, path: str) -> str:
         with urllib.request.urlopen(f"http://localhost:{self.port}{path}", timeout=60) as answer:
             return bytes(answer.read()).decode()
@@ -65,7 +81,14 @@ def joined(chunks: Iterable[Any]) -> str:
 
 
 @contextmanager
-def serving(folder: str, config: SpeculativeConfig, **options: Any) -> Iterator[Served]:
+def serving(
+    folder: str,
+    config: SpeculativeConfig,
+    *,
+    limits: Limits = USUAL,
+    api_key: str | None = None,
+    **options: Any,
+) -> Iterator[Served]:
     """Run a server of a model in a folder; `options` are those of transformers' server."""
     for name in ("fastapi", "uvicorn", "openai", "prometheus_client"):
         pytest.importorskip(name)
@@ -76,7 +99,8 @@ def serving(folder: str, config: SpeculativeConfig, **options: Any) -> Iterator[
 
     port = free_port()
     # transformers' own way to run a server in the background leaves the event loop open.
-    with speculating(config), mock.patch.object(uvicorn.Server, "run"):
+    altered = speculating(config, limits=limits, api_key=api_key)
+    with altered, mock.patch.object(uvicorn.Server, "run"):
         server = Serve(force_model=folder, port=port, device="cpu", **options)
     with running(server.server, port) as client:
         yield Served(folder, port, server, client)
@@ -97,6 +121,16 @@ def running(server: Any, port: int) -> Iterator[Any]:
     finally:
         server.should_exit = True
         thread.join()
+
+
+@contextmanager
+def hooked(model: Any, hook: Any) -> Iterator[Any]:
+    """Call a hook before every forward."""
+    handle = model.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield hook
+    finally:
+        handle.remove()
 
 
 def wait_for(port: int) -> None:

@@ -2,147 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lookahead_hf.config import SpeculativeConfig
-from lookahead_hf.stats import SourceStats, SpeculativeStats
-
-CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-
-_LOGPROBS = "this server returns no log probabilities: leave it out"
-_EVERYWHERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "n": ((1,), "this server writes one answer to a request: send it several times"),
-    "top_logprobs": ((0,), _LOGPROBS),
-    "presence_penalty": ((0, 0.0), "use frequency_penalty, or leave it out"),
-    "moderation": ((), "this server judges no texts: leave it out"),
-}
-REFUSED: Mapping[str, Mapping[str, tuple[tuple[Any, ...], str]]] = {
-    CHAT: {
-        **_EVERYWHERE,
-        "logprobs": ((False,), _LOGPROBS),
-        "functions": (([],), "use tools"),
-        "function_call": (("auto", "none"), "use tools"),
-        "audio": ((), "this server writes text alone: leave it out"),
-        "modalities": ((["text"],), 'this server writes text alone: use ["text"]'),
-        "web_search_options": ((), "this server searches nothing: leave it out"),
-    },
-    COMPLETIONS: {
-        **_EVERYWHERE,
-        "logprobs": ((), _LOGPROBS),
-        "logit_bias": (({},), "use the chat completions"),
-        "best_of": ((1,), "this server writes one answer to a request: leave it out"),
-        "echo": ((False,), "put the prompt before the answer yourself"),
-    },
-    RESPONSES: {
-        **_EVERYWHERE,
-        "background": ((False,), "wait for the answer, or stream it"),
-        "previous_response_id": ((), "this server keeps no answers: send the conversation"),
-        "conversation": ((), "this server keeps no conversations: send it as input"),
-        "context_management": (([],), "shorten the conversation yourself"),
-        "prompt": ((), "this server keeps no prompts: send the text as input"),
-        "image": ((), "this server writes text alone: leave it out"),
-        "include": (([],), "leave it out"),
-        "max_tool_calls": ((), "leave it out"),
-    },
-}
-"""Fields by path: the values that ask for nothing, and the remedy for any other value."""
-
-TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
-    **dict.fromkeys(("temperature", "top_p", "frequency_penalty"), ((int, float), "a number")),
-    **dict.fromkeys(
-        ("max_tokens", "max_completion_tokens", "max_output_tokens", "seed"), ((int,), "an integer")
-    ),
-    **dict.fromkeys(("messages", "tools"), ((list,), "a list")),
-    "input": ((str, list), "a text or a list of messages"),
-    "stop": ((str, list), "a text or a list of texts"),
-    "stream": ((bool,), "true or false"),
-    "logit_bias": ((dict,), "an object of numbers by token id"),
-    "generation_config": ((str,), "a text that holds JSON"),
-}
-"""Fields of any path: the types of their values, and what to give."""
-
-MEDIA = ("image_url", "input_image", "input_audio", "audio_url", "video_url", "file", "input_file")
-"""Parts of a message that transformers' server leaves out for a model that reads text alone."""
-
-_NEEDED = {CHAT: "messages", RESPONSES: "input"}
-
-
-class UnknownModelError(ValueError):
-    """A request names a model that the server does not have."""
-
-
-def check_fields(path: str, body: dict[str, Any], only_model: str | None) -> None:
-    """Refuse fields that would be ignored or not understood; obey `tool_choice` and `stream`.
-
-    Args:
-        path: The request's path.
-        body: The request, which loses tools that must not be called.
-        only_model: The model of a server that has a single one.
-
-    Raises:
-        UnknownModelError: The request names another model.
-        ValueError: A field asks for something that the server does not do.
-    """
-    model = body.get("model")
-    if only_model is not None and model not in (None, only_model):
-        raise UnknownModelError(f"there is no model {model!r} here: this server has {only_model!r}")
-    for name, (neutral, fix) in REFUSED[path].items():
-        value = body.get(name)
-        is_neutral = any(type(value) is type(each) and value == each for each in (None, *neutral))
-        if not is_neutral:
-            raise ValueError(f"{name}={value!r} is not served: {fix}")
-    _check_types(path, body)
-    if body.get("tool_choice") == "none":
-        body.pop("tools", None)
-    if path == RESPONSES and body.get("stream") is None:
-        body["stream"] = False  # transformers' server would stream
-
-
-def _check_types(path: str, body: Mapping[str, Any]) -> None:
-    for name, (types, wanted) in TYPES.items():
-        value = body.get(name)
-        if value is not None and type(value) not in types:
-            raise ValueError(f"{name}={value!r} is not understood: give {wanted}")
-    for tool in body.get("tools") or ():
-        if not isinstance(tool, Mapping):
-            raise ValueError(f"{tool!r} is no tool: give an object with type and function")
-    seed = body.get("seed")
-    if seed is not None and not -(2**63) <= seed < 2**64:
-        raise ValueError(f"seed={seed} is not served: give one of 64 bits")
-    needed = _NEEDED.get(path)
-    if needed is not None and not body.get(needed):
-        raise ValueError(f"the request has no {needed}: give {TYPES[needed][1]}")
-    for message in body.get("messages") or ():
-        if not (isinstance(message, Mapping) and isinstance(message.get("role"), str)):
-            raise ValueError(f"{message!r} is no message: give an object with role and content")
-
-
-def samples(body: Mapping[str, Any]) -> bool:
-    """Return whether a request asks for a sample.
-
-    transformers' server sets the temperature, and a model that is greedy by default ignores it.
-    """
-    temperature, top_p = body.get("temperature"), body.get("top_p")
-    if body.get("generation_config") is not None or temperature == 0:
-        return False
-    return temperature is not None or (top_p is not None and top_p < 1)
-
-
-def media(body: Mapping[str, Any]) -> str | None:
-    """Return the type of the first part of the messages that is no text, None if all are."""
-    messages = body.get("messages") or body.get("input")
-    for message in messages if isinstance(messages, list) else ():
-        content = message.get("content") if isinstance(message, Mapping) else None
-        for part in content if isinstance(content, list) else [message]:
-            kind = part.get("type") if isinstance(part, Mapping) else None
-            if kind in MEDIA:
-                return str(kind)
-    return None
+from lookahead_hf.stats import SpeculativeStats
+from lookahead_hf.tools.serving.checks import length, media, samples, shown
 
 
 def listing(manager: Any) -> Callable[[], list[dict[str, Any]]]:
@@ -167,19 +37,25 @@ def listing(manager: Any) -> Callable[[], list[dict[str, Any]]]:
     return models
 
 
-def error(message: str, code: str | None = None) -> dict[str, Any]:
+def error(message: str, code: str | None = None, status: int = 400) -> dict[str, Any]:
     """Return an error in OpenAI's form, whose message clients show."""
-    kind = "invalid_request_error"
+    kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
 def as_error(answer: bytes) -> bytes:
-    """Turn an error of FastAPI, `{"detail": ...}`, into OpenAI's form; keep any other."""
+    """Turn an error of FastAPI or transformers into OpenAI's form; keep any other."""
     try:
-        detail = json.loads(answer).get("detail")
+        whole = json.loads(answer)
+        detail = whole.get("detail", whole.get("error"))
     except (ValueError, AttributeError):
         return answer
-    return json.dumps(error(detail)).encode() if isinstance(detail, str) else answer
+    if isinstance(detail, list):  # of pydantic: places and sentences
+        said = [each for each in detail if isinstance(each, Mapping)]
+        detail = "; ".join(f"{each.get('loc')}: {each.get('msg')}" for each in said[:3])
+    if not isinstance(detail, str):
+        return answer
+    return json.dumps(error(detail if len(detail) <= 300 else f"{detail[:297]}...")).encode()
 
 
 OF_THE_SERVER = {
@@ -187,8 +63,6 @@ OF_THE_SERVER = {
     "learn": 'start the server with --config \'{"pool": FILE, "learn": true}\'',
 }
 """Fields, and options of drafters, that requests cannot set: they open files or share texts."""
-
-_EVENT = b"data: "
 
 
 @dataclass(eq=False)
@@ -202,25 +76,86 @@ class ServedRequest:
         prediction: The text that the client expects.
         samples: Whether it asks for a sample.
         media: The type of its first part that is no text, such as a picture.
+        length: The field that sets the length of its answer, None if the server does.
+        seed: Its seed, None for random numbers of the server's.
+        stop: The texts that end its answer.
+        presence_penalty: What a token that the answer has loses.
         schema: The JSON schema of the answer, None for any text.
         tools: The tools of which the answer calls one, by name, with the JSON schemas of their
             parameters; None if it need not call any.
-        is_cancelled: Whether the client went away.
+        is_cancelled: Whether nobody waits for it any more.
         has_begun: Whether the first token was generated.
-        refusal: Why `generate` refused its arguments.
+        generates: Whether `generate` was called.
+        refusal: Why it is not answered.
+        status: The status of the refusal.
         stats: The statistics, None before the end and after plain decoding.
+        streams: Whether its answer is a stream.
+        config: The settings of its text, in a queue.
+        grammar: The processor that obeys its schema or tools, once it is compiled.
+        compile: Makes the processor, None if it needs none.
+        over: Set when nobody waits any more; of the event loop `loop`.
+        when_over: Called in the event loop when nobody waits any more.
     """
 
     speculative: SpeculativeConfig | bool | None = None
     prediction: str | None = None
     samples: bool = False
     media: str | None = None
+    length: str | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    presence_penalty: float = 0.0
     schema: str | None = None
     tools: Mapping[str, Any] | None = None
     is_cancelled: bool = False
     has_begun: bool = False
+    generates: bool = False
     refusal: str | None = None
+    status: int = 400
     stats: SpeculativeStats | None = None
+    streams: bool = False
+    config: Any = None
+    grammar: Any = None
+    compile: Callable[[], Any] | None = None
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    loop: asyncio.AbstractEventLoop | None = None
+    when_over: list[Callable[[], object]] = field(default_factory=list)
+
+    def end(self, refusal: str | None = None, status: int = 400) -> None:
+        """Give the request up, from any thread; say why, unless its client has gone."""
+        if self.is_cancelled:
+            return
+        if refusal is not None and self.refusal is None:
+            self.refusal, self.status = refusal, status
+        self.is_cancelled = True
+        if self.loop is not None:
+            self.loop.call_soon_threadsafe(self._end)
+
+    def _end(self) -> None:
+        self.over.set()
+        for each in self.when_over:
+            each()
+
+
+STOPPING = "the server is stopping: ask again later"
+
+
+class Live:
+    """The requests of a server that are not answered yet.
+
+    Attributes:
+        is_ending: Whether no more are served.
+    """
+
+    def __init__(self) -> None:
+        self.requests: set[ServedRequest] = set()
+        self.is_ending = False
+
+    def end(self) -> None:
+        """End all requests, also from a handler of a signal."""
+        self.is_ending = True
+        for each in list(self.requests):
+            each.end(STOPPING, 503)
 
 
 current: ContextVar[ServedRequest | None] = ContextVar("lookahead_hf_request", default=None)
@@ -228,17 +163,27 @@ current: ContextVar[ServedRequest | None] = ContextVar("lookahead_hf_request", d
 
 
 def take_request(body: dict[str, Any], config: SpeculativeConfig) -> ServedRequest:
-    """Take our fields out of a request's body, since transformers would refuse them.
+    """Take what transformers' server would refuse or do otherwise out of a request's body.
 
     Args:
-        body: The request, which loses `speculative` and `prediction`.
+        body: The request, whose fields were checked.
         config: The server's own configuration.
 
     Raises:
         ValueError: A field has a value that is not allowed.
     """
     asked, prediction = body.pop("speculative", None), body.pop("prediction", None)
-    return ServedRequest(allowed(asked, config), _text_of(prediction), samples(body), media(body))
+    stop, penalty = body.pop("stop", None) or (), body.pop("presence_penalty", None)
+    return ServedRequest(
+        allowed(asked, config),
+        _text_of(prediction),
+        samples(body),
+        media(body),
+        length(body),
+        body.pop("seed", None),
+        (stop,) if isinstance(stop, str) else tuple(stop),
+        float(penalty or 0),
+    )
 
 
 def allowed(asked: Any, config: SpeculativeConfig) -> SpeculativeConfig | bool | None:
@@ -256,7 +201,10 @@ def allowed(asked: Any, config: SpeculativeConfig) -> SpeculativeConfig | bool |
     if asked is True:
         return config
     _check(asked if isinstance(asked, Mapping) else {})
-    of_request = SpeculativeConfig.resolve(asked)
+    try:
+        of_request = SpeculativeConfig.resolve(asked)
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"speculative={shown(asked)} is not understood: {error}") from error
     assert of_request is not None
     if of_request.drafters is None or "pool" in of_request.drafters:
         return dataclasses.replace(of_request, pool=config.pool)
@@ -283,7 +231,7 @@ def _text_of(prediction: Any) -> str | None:
     if isinstance(parts, list) and all(map(_is_text, parts)):
         return "".join(part["text"] for part in parts)
     raise ValueError(
-        f"prediction={prediction!r} is not understood: give "
+        f"prediction={shown(prediction)} is not understood: give "
         '{"type": "content", "content": TEXT}, where TEXT is a string or a list of parts such as '
         '{"type": "text", "text": "..."}'
     )
@@ -292,38 +240,3 @@ def _text_of(prediction: Any) -> str | None:
 def _is_text(part: Any) -> bool:
     is_text = isinstance(part, Mapping) and part.get("type") == "text"
     return is_text and isinstance(part.get("text"), str)
-
-
-def add_to_events(events: bytes, request: ServedRequest) -> bytes:
-    """Add our fields to the server-sent events that report the usage."""
-    if b'"usage"' not in events:
-        return events
-    return b"\n\n".join(
-        _EVENT + add_to_answer(event[len(_EVENT) :], request) if event.startswith(_EVENT) else event
-        for event in events.split(b"\n\n")
-    )
-
-
-def add_to_answer(answer: bytes, request: ServedRequest) -> bytes:
-    """Add our fields to an answer in JSON that reports the usage."""
-    try:
-        whole = json.loads(answer)
-    except ValueError:
-        return answer
-    # The events of the Responses API hold the answer one level deeper.
-    values = whole.get("response", whole) if isinstance(whole, dict) else {}
-    usage = values.get("usage") if isinstance(values, dict) else None
-    if not isinstance(usage, dict):
-        return answer
-    stats = request.stats
-    if stats is not None:
-        counts = stats.to_dict("vllm")
-        if stats.fallback_reason is not None:
-            counts["fallback_reason"] = str(stats.fallback_reason)
-        values["metrics"] = {"speculative_decoding": counts}
-    if request.prediction is not None and "completion_tokens" in usage:
-        details = usage.setdefault("completion_tokens_details", {})
-        source = (stats or SpeculativeStats()).per_source.get("prediction", SourceStats(0, 0, 0))
-        details["accepted_prediction_tokens"] = source.accepted
-        details["rejected_prediction_tokens"] = source.drafted - source.accepted
-    return json.dumps(whole, ensure_ascii=False, separators=(",", ":")).encode()

@@ -1,149 +1,308 @@
-"""Reads our fields from requests, and adds fields of ours to answers."""
+"""Lets requests in, one by one: keys, limits and fields first, then transformers' server."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
+import logging
+import secrets
+from collections.abc import Sequence
 from typing import Any
 
 from jinja2 import TemplateError
-from starlette.datastructures import MutableHeaders
-from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lookahead_hf.config import SpeculativeConfig
-from lookahead_hf.tools.serving.fields import (
+from lookahead_hf.queue.request import request_seed
+from lookahead_hf.tools.serving.answers import FAILED, Choices, Reply
+from lookahead_hf.tools.serving.checks import (
+    COMPLETIONS,
     REFUSED,
-    ServedRequest,
     UnknownModelError,
-    add_to_answer,
-    add_to_events,
-    as_error,
     check_fields,
-    current,
-    error,
-    take_request,
+    check_model,
+    parsed,
 )
+from lookahead_hf.tools.serving.fields import STOPPING, Live, ServedRequest, current, take_request
+from lookahead_hf.tools.serving.limits import Limits
 from lookahead_hf.tools.serving.schemas import take_schema, take_tools
 
 PATHS = tuple(REFUSED)
 """Where a request in JSON is answered with generated text."""
 
+OPEN = ("/health", "/metrics")
+"""What is answered without a key."""
 
-class SpeculativeFields:
-    """An ASGI middleware that sets `current` for every request for a text.
+_OF_REQUESTS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
+"""Errors that a request can cause before anything is generated: they are its own."""
+
+_logger = logging.getLogger(__name__)
+
+
+class Refused(Exception):
+    """A request is not served: why, with which status and code."""
+
+    def __init__(self, why: str, status: int = 400, code: str | None = None) -> None:
+        super().__init__(why)
+        self.given = why, status, code
+
+
+class Entrance:
+    """An ASGI middleware that admits requests, and ends those for which nobody waits any more.
 
     Args:
         app: The application that answers.
         config: How to speculate by default.
         models: transformers' manager of the server's models.
+        limits: What is granted to a request.
+        key: What clients have to show, None if they need nothing.
+        together: Whether requests are decoded together.
+        live: Holds the requests that are not answered yet.
     """
 
-    def __init__(self, app: ASGIApp, config: SpeculativeConfig, models: Any) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        config: SpeculativeConfig,
+        models: Any,
+        limits: Limits,
+        key: str | None,
+        together: bool,
+        live: Live,
+    ) -> None:
         self._app, self._config, self._models = app, config, models
+        self._limits, self._key, self._together = limits, key, together
+        self._live = live
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, as ASGI asks for."""
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in PATHS:
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        body = await Request(scope, receive).body()
+        request = ServedRequest(loop=asyncio.get_running_loop())
+        reply = Reply(request, send, holds=False)
         try:
-            body, request = self._take(scope["path"], body)
-        except UnknownModelError as unknown:
-            await _refusal(str(unknown), 404, "model_not_found")(scope, receive, send)
+            self._check_key(scope)
+            if scope["method"] != "POST":
+                await self._app(scope, receive, send)
+                return
+            if self._live.is_ending:
+                raise Refused(STOPPING, 503)
+            if sum(not each.has_begun for each in self._live.requests) >= self._limits.waiting:
+                raise Refused("too many requests are waiting: try again later", 429)
+            self._live.requests.add(request)
+            try:
+                body = await self._read(scope, receive)
+                await self._serve(scope, body, request, receive, send)
+            finally:
+                self._live.requests.discard(request)
+        except Refused as refused:
+            await reply.refuse(*refused.given)
+        except ConnectionAbortedError:  # before the whole body was there
             return
-        except ValueError as wrong:
-            await _refusal(str(wrong))(scope, receive, send)
-            return
-        reply = _Reply(request, send)
-        await self._answer(request, body, scope, receive, reply)
-        if request.refusal is not None and not reply.has_started:
-            await _refusal(request.refusal)(scope, receive, send)
 
-    def _take(self, path: str, body: bytes) -> tuple[bytes, ServedRequest]:
-        """Return the body without our fields, and the request that they describe."""
+    def _check_key(self, scope: Scope) -> None:
+        if self._key is None or scope["path"] in OPEN:
+            return
+        kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        is_right = secrets.compare_digest(key.strip().encode(), self._key.encode())
+        if kind.lower() != "bearer" or not is_right:
+            raise Refused("this server needs its API key", 401, "invalid_api_key")
+
+    async def _read(self, scope: Scope, receive: Receive) -> bytes:
+        """Return the body of a request."""
+        most = int(self._limits.body_mb * 1e6)
+        too_large = Refused(f"a request has {self._limits.body_mb:g} MB at most: send less", 413)
+        said = Headers(scope=scope).get("content-length", "")
+        if said.isdecimal() and int(said[:20]) > most:
+            raise too_large
+        body = bytearray()
+
+        async def read() -> bytes:
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ConnectionAbortedError
+                body.extend(message.get("body", b""))
+                if len(body) > most:
+                    raise too_large
+                if not message.get("more_body", False):
+                    return bytes(body)
+
         try:
-            fields = json.loads(body)
-        except (ValueError, RecursionError):
-            fields = None  # transformers says what is wrong
-        if not isinstance(fields, dict):
-            return body, ServedRequest()
-        check_fields(path, fields, self._models.force_model)
-        request = take_request(fields, self._config)
-        request.schema, request.tools = take_schema(fields), take_tools(fields)
-        return json.dumps(fields).encode(), request
+            return await asyncio.wait_for(read(), self._limits.seconds)
+        except asyncio.TimeoutError:
+            raise Refused(f"the request was not sent in {self._limits.seconds:g} seconds") from None
+
+    async def _serve(
+        self, scope: Scope, body: bytes, request: ServedRequest, receive: Receive, send: Send
+    ) -> None:
+        """Check a request's fields, and let the application answer it."""
+        path = scope["path"]
+        # Ids name requests in the queue, so a client must not choose that of another one.
+        headers = [each for each in scope["headers"] if each[0] != b"x-request-id"]
+        scope = {**scope, "headers": headers}
+        if path not in PATHS:
+            self._check_other(path, body)
+            replies = [Reply(request, send, holds=False)]
+            await self._answer([request], [body], scope, receive, replies)
+            return
+        headers = [each for each in headers if each[0] not in (b"content-type", b"content-length")]
+        scope = {**scope, "headers": [*headers, (b"content-type", b"application/json")]}
+        try:
+            fields = parsed(body)
+            requests, bodies, num_prompts = self._take(path, fields)
+        except UnknownModelError as unknown:
+            raise Refused(str(unknown), 404, "model_not_found") from unknown
+        except ValueError as wrong:
+            raise Refused(str(wrong)) from wrong
+        self._live.requests.discard(request)
+        self._live.requests.update(requests)
+        try:
+            if len(requests) == 1:
+                replies = [Reply(requests[0], send)]
+                await self._answer(requests, bodies, scope, receive, replies)
+                return
+            joined = Choices(requests, num_prompts, send)
+            replies = [Reply(each, joined.sender(index)) for index, each in enumerate(requests)]
+            await self._answer(requests, bodies, scope, receive, replies)
+            for each in requests:
+                if each.refusal is not None:
+                    await joined.refuse(each.refusal, each.status)
+                    break
+        finally:
+            self._live.requests.difference_update(requests)
+
+    def _check_other(self, path: str, body: bytes) -> None:
+        """Check a request for something else than a text."""
+        only_model = self._models.force_model
+        if path == "/reset" and only_model is not None:
+            raise Refused("this server keeps its model", 403)
+        if path in ("/load_model", "/v1/systemone"):
+            try:
+                check_model(parsed(body).get("model"), only_model)
+            except UnknownModelError as unknown:
+                raise Refused(str(unknown), 404, "model_not_found") from unknown
+            except ValueError as wrong:
+                raise Refused(str(wrong)) from wrong
+
+    def _take(
+        self, path: str, fields: dict[str, Any]
+    ) -> tuple[list[ServedRequest], list[bytes], int]:
+        """Return the requests for one text each, their bodies, and the number of prompts."""
+        check_fields(path, fields, self._models.force_model, self._limits)
+        taken = take_request(fields, self._config)
+        taken.schema, taken.tools = take_schema(fields), take_tools(fields)
+        self._check_size(taken)
+        if self._together:
+            _check_together(taken, fields)
+        given = fields.get("prompt") if path == COMPLETIONS else None
+        prompts = given if isinstance(given, list) else [given]
+        each, loop = int(fields.pop("n", None) or 1), asyncio.get_running_loop()
+        requests: list[ServedRequest] = []
+        bodies = []
+        for prompt in prompts:
+            body = fields if prompt is None else {**fields, "prompt": prompt}
+            for _ in range(each):
+                index, seed = len(requests), taken.seed
+                if seed is not None and index:
+                    seed = request_seed(seed, index)
+                request = dataclasses.replace(taken, over=asyncio.Event(), when_over=[])
+                request.loop, request.seed = loop, seed
+                requests.append(request)
+                bodies.append(json.dumps(body).encode())
+        return requests, bodies, len(prompts)
+
+    def _check_size(self, request: ServedRequest) -> None:
+        given = request.schema if request.tools is None else json.dumps(request.tools)
+        if len(given or "") > self._limits.schema_kb * 1000:
+            raise ValueError(f"a schema has {self._limits.schema_kb:g} KB at most: shorten it")
 
     async def _answer(
-        self, request: ServedRequest, body: bytes, scope: Scope, receive: Receive, send: Send
+        self,
+        requests: Sequence[ServedRequest],
+        bodies: Sequence[bytes],
+        scope: Scope,
+        receive: Receive,
+        replies: Sequence[Reply],
     ) -> None:
-        """Run the application; meanwhile, notice at once if the client goes away."""
-        gone = asyncio.Event()
-        unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        """Run the application for each request; notice at once if the client goes away."""
 
         async def watch() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
-            request.is_cancelled = True
-            gone.set()
+            for each in requests:
+                each.end()
+
+        watching = asyncio.ensure_future(watch())
+        try:
+            given = zip(requests, bodies, replies, strict=True)
+            await asyncio.gather(*(self._run(*each, scope) for each in given))
+        finally:
+            watching.cancel()
+
+    async def _run(self, request: ServedRequest, body: bytes, reply: Reply, scope: Scope) -> None:
+        """Run the application for one request, until it ends or nobody waits any more."""
+        unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def next_message() -> Message:
             if not unread:
-                await gone.wait()
+                await request.over.wait()
                 return {"type": "http.disconnect"}
             return unread.pop()
 
         current.set(request)
-        watching = asyncio.ensure_future(watch())
+        own = {**scope, "state": dict(scope.get("state") or {})}
+        answering = asyncio.ensure_future(self._app(own, next_message, reply))
+        over = asyncio.ensure_future(request.over.wait())
+        seconds = self._limits.seconds
         try:
-            await self._app(scope, next_message, send)
-        except Exception as error:
-            if isinstance(error, TemplateError):
-                request.refusal = f"the model's chat template refuses the messages: {error}"
-            if request.refusal is None and not request.is_cancelled:
-                if request.tools is None or not isinstance(error, ValueError):
-                    raise
-                why = str(error).partition("\n")[0]  # transformers reads whole calls alone
-                request.refusal = f"the answer ends within a tool's call: allow more tokens ({why})"
+            both = {answering, over}
+            done, _ = await asyncio.wait(both, timeout=seconds, return_when="FIRST_COMPLETED")
+            if not done:
+                request.end(f"an answer takes {seconds:g} seconds at most: ask for fewer tokens")
+            if answering not in done:
+                answering.cancel()
+                await asyncio.wait({answering})
+            _explain(request, None if answering.cancelled() else answering.exception())
         finally:
-            watching.cancel()
+            request.end()
+            answering.cancel()
+            over.cancel()
+        if request.refusal is not None:
+            await reply.refuse(request.refusal, request.status)
 
 
-class _Reply:
-    """Sends an answer with its statistics, holding a stream back until its first token.
-
-    Until then `generate` may refuse its arguments, and the client gets an ordinary error.
-    """
-
-    def __init__(self, request: ServedRequest, send: Send) -> None:
-        self._request, self._send = request, send
-        self.has_started = False
-        self._start: Message = {}
-        self._held = b""
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self._start, self._headers = message, MutableHeaders(scope=message)
-            return
-        is_last = not message.get("more_body", False)
-        self._held += message.get("body", b"")
-        is_stream = self._headers.get("content-type", "").startswith("text/event-stream")
-        if not is_last and not (is_stream and self._request.has_begun):
-            return
-        if self._request.refusal is not None and not self.has_started:
-            return
-        add = add_to_events if is_stream else add_to_answer
-        body, self._held = add(self._held, self._request), b""
-        if self._start["status"] >= 400:
-            body = as_error(body)
-        if not self.has_started:
-            self.has_started = True
-            if not is_stream:
-                self._headers["content-length"] = str(len(body))
-            await self._send(self._start)
-        await self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
+def _explain(request: ServedRequest, error: BaseException | None) -> None:
+    """Say why a request was not answered, if that is not known yet."""
+    if error is None or request.refusal is not None or request.is_cancelled:
+        return
+    if isinstance(error, TemplateError):
+        request.refusal = f"the model's chat template refuses the messages: {error}"
+    elif request.tools is not None and isinstance(error, ValueError):
+        why = str(error).partition("\n")[0]  # transformers reads whole calls alone
+        request.refusal = f"the answer ends within a tool's call: allow more tokens ({why})"
+    elif isinstance(error, _OF_REQUESTS) and not request.generates:
+        _logger.warning("a request was refused", exc_info=error)
+        request.refusal = "the request is not understood: compare its fields with OpenAI's API"
+    else:
+        _logger.error("a request failed", exc_info=error)
+        request.refusal, request.status = FAILED, 500
 
 
-def _refusal(why: str, status: int = 400, code: str | None = None) -> JSONResponse:
-    return JSONResponse(error(why, code), status)
+def _check_together(request: ServedRequest, fields: dict[str, Any]) -> None:
+    """Raise ValueError if a request asks for what cannot be decoded beside others."""
+    if request.speculative is not None or request.prediction is not None:
+        name = "speculative" if request.prediction is None else "prediction"
+        raise ValueError(
+            f"{name} is not served with --continuous-batching, where all requests speculate as "
+            "the server does: leave it out"
+        )
+    settings = json.loads(fields.get("generation_config") or "{}")
+    for name, alone in (("num_beams", 1), ("speculative", None), ("guidance_scale", 1)):
+        if settings.get(name) not in (None, alone):
+            raise ValueError(
+                f"generation_config: {name} is not served with --continuous-batching: leave it out"
+            )

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
-from lookahead_hf.tools.serving.fields import ServedRequest, current
-
-if TYPE_CHECKING:
-    from lookahead_hf.structured import Processor
+from lookahead_hf.tools.serving.checks import shown
+from lookahead_hf.tools.serving.compiling import trials
+from lookahead_hf.tools.serving.fields import ServedRequest
 
 
 def take_tools(body: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -36,9 +35,9 @@ def take_tools(body: Mapping[str, Any]) -> dict[str, Any] | None:
     if isinstance(name, str) and name in tools:
         return {name: tools[name]}
     raise ValueError(
-        f'tool_choice={choice!r} is not served with the tools {list(tools)}: give "required" '
-        'with tools, {"type": "function", "function": {"name": NAME}} with one of them, "auto" or '
-        '"none"'
+        f"tool_choice={shown(choice)} is not served with the tools {shown(list(tools))}: give "
+        '"required" with tools, {"type": "function", "function": {"name": NAME}} with one of them, '
+        '"auto" or "none"'
     )
 
 
@@ -55,8 +54,8 @@ def _functions(tools: Any) -> dict[str, Any]:
     }
 
 
-def calling(tools: Mapping[str, Any], model: Any, tokenizer: Any, prompt: Any) -> Processor:
-    """Make a processor for answers that call one of the tools, after any reasoning.
+def calling(tools: Mapping[str, Any], model: Any, tokenizer: Any, prompt: Any) -> dict[str, Any]:
+    """Return the task to compile a grammar of answers that call a tool, after any reasoning.
 
     Args:
         tools: The JSON schema of each tool's parameters, by name.
@@ -65,21 +64,28 @@ def calling(tools: Mapping[str, Any], model: Any, tokenizer: Any, prompt: Any) -
         prompt: The tokens of the prompt, [length] or [1, length].
 
     Raises:
-        ValueError: The markers are unknown, or a tool's parameters cannot be compiled.
+        ValueError: The markers are unknown.
     """
-    from lookahead_hf import structured
-
     fields = _fields(model, tokenizer)
     markers = _markers(fields.get("tool_calls", {}))
     if markers is None:
         raise ValueError('tool_choice: how this model writes a call is not known: use "auto"')
     thinking = fields.get("reasoning_content", {})
+    begins = isinstance(thinking.get("open"), str) and isinstance(thinking.get("close"), str)
     text = tokenizer.decode(_last(prompt))
+    return {
+        "tools": dict(tools),
+        "markers": list(markers),
+        "thinking": [thinking["open"], thinking["close"]] if begins else None,
+        "thinks": begins and text.rstrip().endswith(thinking["open"].rstrip()),
+    }
 
-    def compiled(compiler: Any, each: Any) -> Any:
-        return compiler.compile_grammar(_grammar(each, markers, thinking, text))
 
-    return structured.compiled("the parameters of a tool", dict(tools), tokenizer, compiled)
+def compile_task(compiler: Any, task: Mapping[str, Any]) -> Any:
+    """Compile a JSON schema, or what `calling` returns, with xgrammar's compiler."""
+    if "schema" in task:
+        return compiler.compile_json_schema(task["schema"], any_whitespace=False)
+    return compiler.compile_grammar(_grammar(**task))
 
 
 def _last(prompt: Any) -> list[int]:
@@ -110,9 +116,12 @@ def _markers(field: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def _grammar(
-    tools: Mapping[str, Any], markers: tuple[str, str], thinking: Mapping[str, Any], prompt: str
+    tools: Mapping[str, Any], markers: list[str], thinking: list[str] | None, thinks: bool
 ) -> Any:
-    """Return xgrammar's grammar of one call, with the usual whitespace."""
+    """Return xgrammar's grammar of one call, with the usual whitespace.
+
+    `thinks`: whether the prompt has begun the reasoning.
+    """
     from xgrammar import Grammar
 
     def exactly(text: str) -> Any:
@@ -125,12 +134,10 @@ def _grammar(
 
     each = [call(name, schema) for name, schema in tools.items()]
     calls = each[0] if len(each) == 1 else Grammar.union(*each)
-    begin, end = thinking.get("open"), thinking.get("close")
-    if not (isinstance(begin, str) and isinstance(end, str)):
+    if thinking is None:
         return calls
-    thinks = prompt.rstrip().endswith(begin.rstrip())  # the prompt has begun the reasoning
-    tag = {"type": "tag", "content": {"type": "any_text"}, "end": end}
-    tag["begin"] = "" if thinks else begin
+    tag = {"type": "tag", "content": {"type": "any_text"}, "end": thinking[1]}
+    tag["begin"] = "" if thinks else thinking[0]
     thoughts = Grammar.from_structural_tag(json.dumps({"type": "structural_tag", "format": tag}))
     after = Grammar.concat(thoughts, Grammar.from_ebnf(r"root ::= [\n]*"), calls)
     return after if thinks else Grammar.union(calls, after)
@@ -167,61 +174,49 @@ def take_schema(body: dict[str, Any]) -> str | None:
     schema = named.get("schema") if isinstance(named, Mapping) else None
     if not isinstance(schema, (Mapping, bool)):
         raise ValueError(
-            f"response_format={asked!r} is not understood: give "
+            f"response_format={shown(asked)} is not understood: give "
             '{"type": "json_schema", "json_schema": {"name": NAME, "schema": SCHEMA}}, '
             '{"type": "json_object"} or {"type": "text"}'
         )
     return json.dumps(schema)
 
 
-def obey(request: ServedRequest, given: dict[str, Any], model: Any, tokenizer: Any) -> None:
-    """Add the logits processor of a request's schema or tools to the arguments of a generation.
+def grammar_of(
+    request: ServedRequest, prompt: Any, model: Any, tokenizer: Any, seconds: float
+) -> Any:
+    """Return the logits processor of a request's schema or tools, None if it has neither.
 
     Args:
         request: The request.
-        given: The arguments by name, `input_ids` among them.
+        prompt: The tokens of the prompt, [length] or [1, length].
         model: The model.
         tokenizer: Its tokenizer, or the processor that has it.
+        seconds: The longest time to compile.
 
     Raises:
-        ValueError: A schema cannot be compiled, xgrammar is not installed, the model's way to call
-            tools is unknown, or it does not read what the messages hold.
+        ValueError: A schema cannot be compiled, or not in time, xgrammar is not installed, or the
+            model's way to call tools is unknown.
     """
-    has_media = any(hasattr(value, "shape") for name, value in given.items() if name not in _TEXT)
-    if request.media is not None and not has_media:
-        raise ValueError(f"{request.media}: this model reads text alone, so leave that part out")
     if request.schema is None and request.tools is None:
-        return
+        return None
     try:
         from lookahead_hf import structured
     except ImportError as error:
         raise ValueError(f"response_format and tool_choice: {error}") from error
+    what, task = "the JSON schema", {"schema": request.schema}
     if request.tools is not None:
-        own = calling(request.tools, model, tokenizer, given["input_ids"])
-    else:
-        own = structured.json_schema(request.schema, tokenizer)
-    given["logits_processor"] = [*(given.get("logits_processor") or ()), own]
+        what = "the parameters of a tool"
+        task = calling(request.tools, model, tokenizer, prompt)
+    try:
+        told = structured.vocabulary(tokenizer)
+        trials.run(told, task, lambda: request.is_cancelled, seconds)
+    except ValueError as error:
+        raise ValueError(f"{what} cannot be compiled: {error}") from error
+    return structured.compiled(what, task, tokenizer, compile_task)
 
 
-def obeying_manager(model: Any, tokenizer: Any) -> Callable[..., Any]:
-    """Return an `init_continuous_batching` whose managers obey the schemas of their requests."""
-    make = model.init_continuous_batching
-
-    def init_continuous_batching(*args: Any, **kwargs: Any) -> Any:
-        manager = make(*args, **kwargs)
-        add = manager.add_request
-
-        def add_request(input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-            request = current.get() or ServedRequest()
-            kwargs["input_ids"] = input_ids
-            try:
-                obey(request, kwargs, model, tokenizer)
-            except ValueError as error:
-                request.refusal = str(error)
-                raise
-            return add(kwargs.pop("input_ids"), *args, **kwargs)
-
-        manager.add_request = add_request
-        return manager
-
-    return init_continuous_batching
+def check_media(request: ServedRequest, given: Mapping[str, Any]) -> None:
+    """Raise ValueError if the arguments of a generation lack what the messages hold."""
+    has_media = any(hasattr(value, "shape") for name, value in given.items() if name not in _TEXT)
+    if request.media is not None and not has_media:
+        raise ValueError(f"{request.media}: this model reads text alone, so leave that part out")

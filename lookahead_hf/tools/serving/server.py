@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import contextvars
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from itertools import accumulate
 from operator import attrgetter
 from typing import Any
 
+import torch
 import transformers
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, generate_latest
 from transformers import GenerationMixin
@@ -21,9 +24,12 @@ from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.fallback import TRANSFORMERS
 from lookahead_hf.generation.assembly import build_drafters
 from lookahead_hf.stats import SpeculativeStats
-from lookahead_hf.tools.serving.fields import ServedRequest, allowed, current, listing
-from lookahead_hf.tools.serving.middleware import SpeculativeFields
-from lookahead_hf.tools.serving.schemas import obey, obeying_manager
+from lookahead_hf.tools.serving.compiling import trials
+from lookahead_hf.tools.serving.fields import Live, ServedRequest, allowed, current, listing
+from lookahead_hf.tools.serving.limits import USUAL, Limits
+from lookahead_hf.tools.serving.middleware import Entrance
+from lookahead_hf.tools.serving.running import Running, add_to_call
+from lookahead_hf.tools.serving.schemas import check_media, grammar_of
 
 PREFIX = "lookahead_hf:spec_decode_num_"
 
@@ -63,6 +69,9 @@ SEAMS = (
     "server.build_server",
     "model_manager.ModelManager.load_model_and_processor",
     "utils.GenerationState.get_manager",
+    "utils.GenerationState.use_continuous_batching",
+    "utils.CBGenerateManager.init_cb",
+    "utils.InferenceThread",
     "utils.GenerateManager.submit",
     "utils.GenerateManager.async_submit",
 )
@@ -79,7 +88,11 @@ class UnknownServerError(RuntimeError):
 
 @contextmanager
 def speculating(
-    config: SpeculativeConfig, prepare: Callable[[Any], object] = lambda model: None
+    config: SpeculativeConfig,
+    prepare: Callable[[Any], object] = lambda model: None,
+    *,
+    limits: Limits = USUAL,
+    api_key: str | None = None,
 ) -> Iterator[None]:
     """Let servers that transformers builds inside the `with` block generate speculatively.
 
@@ -89,6 +102,8 @@ def speculating(
     Args:
         config: How to speculate by default.
         prepare: Called with each model before its first request, such as `warm_up`.
+        limits: What is granted to a request.
+        api_key: What clients have to show, None if they need nothing.
 
     Raises:
         UnknownServerError: The installed transformers has another server.
@@ -99,22 +114,36 @@ def speculating(
     def build_server(*args: Any, **kwargs: Any) -> Any:
         app = original(*args, **kwargs)
         given = inspect.signature(original).bind(*args, **kwargs).arguments
-        metrics = Metrics()
+        metrics, live, state = Metrics(), Live(), given["generation_state"]
+        running = Running(state, config, limits)
 
         def enable(model: Any, processor: Any) -> None:
             if isinstance(model, GenerationMixin) and not _is_served(model):
                 build_drafters(model, Request(config, tokenizer=processor), 1, False)
-                vars(model)["generate"] = ServedGenerate(model, processor, config, metrics)
-                vars(model)["init_continuous_batching"] = obeying_manager(model, processor)
+                served = ServedGenerate(model, processor, config, metrics, limits)
+                vars(model)["generate"] = served
+                running.tokenizers[model] = processor
                 prepare(model)
 
         manager = given["model_manager"]
         _enable_models(manager, enable)
         if hasattr(manager, "get_gen_models"):  # before transformers 5.24
             manager.get_gen_models = listing(manager)
-        _pass_requests_on(given["generation_state"])
-        app.add_middleware(SpeculativeFields, config=config, models=manager)
+        together = bool(getattr(state, "_continuous_batching", False))
+        app.add_middleware(
+            Entrance,
+            config=config,
+            models=manager,
+            limits=limits,
+            key=api_key,
+            together=together,
+            live=live,
+        )
+        # Browsers ask without a key first, and read errors only from an answer that allows it.
+        app.user_middleware.sort(key=lambda each: each.cls is not CORSMiddleware)
         _add_route(app, metrics)
+        _end_with(app, running)
+        app.state.end_requests = live.end
         return app
 
     server.build_server = build_server
@@ -122,6 +151,39 @@ def speculating(
         yield
     finally:
         server.build_server = original
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Let servers end their requests at the first signal, instead of waiting for their texts."""
+    import uvicorn
+
+    original = uvicorn.Server.handle_exit
+
+    def handle_exit(server: Any, *args: Any) -> None:
+        original(server, *args)
+        state = getattr(server.config.app, "state", None)
+        getattr(state, "end_requests", lambda: None)()
+
+    uvicorn.Server.handle_exit = handle_exit  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        uvicorn.Server.handle_exit = original  # type: ignore[method-assign]
+
+
+def _end_with(app: Any, running: Running) -> None:
+    """Let the threads of a server end with it."""
+    inner = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def lifespan(app: Any) -> AsyncIterator[Any]:
+        async with inner(app) as state:
+            yield state
+        running.end()
+        trials.end()
+
+    app.router.lifespan_context = lifespan
 
 
 def _known_server() -> Any:
@@ -163,25 +225,6 @@ def _enable_models(manager: Any, enable: Callable[[Any, Any], None]) -> None:
     manager.load_model_and_processor = load_and_enable
 
 
-def _pass_requests_on(state: Any) -> None:
-    """Let tasks of generating threads run in the context of their request."""
-    from transformers.cli.serving.utils import GenerateManager
-
-    get_manager = state.get_manager
-
-    def in_context(submit: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: submit(contextvars.copy_context().run, *args, **kwargs)
-
-    def get(*args: Any, **kwargs: Any) -> Any:
-        manager = get_manager(*args, **kwargs)
-        if isinstance(manager, GenerateManager) and "submit" not in vars(manager):
-            for name in ("submit", "async_submit"):
-                setattr(manager, name, in_context(getattr(manager, name)))
-        return manager
-
-    state.get_manager = get
-
-
 def _add_route(app: Any, metrics: Metrics) -> None:
     def show() -> Any:
         return Response(metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})
@@ -193,6 +236,24 @@ def _is_served(model: Any) -> bool:
     return isinstance(vars(model).get("generate"), ServedGenerate)
 
 
+_drawing = threading.Lock()
+"""Held while a text is sampled: torch's generator is that of the whole process."""
+
+_logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def _own_numbers(seed: int | None, device: torch.device) -> Iterator[None]:
+    """Let a text draw its own random numbers: those of its seed, if it has one."""
+    with _drawing:
+        if seed is None:
+            yield
+            return
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            yield
+
+
 class ServedGenerate:
     """Replaces `generate` of a served model, and applies the fields of the current request.
 
@@ -201,19 +262,27 @@ class ServedGenerate:
         tokenizer: Its tokenizer, or the processor that has it.
         config: How to speculate by default.
         metrics: Counts draft tokens.
+        limits: What is granted to a request.
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, config: SpeculativeConfig, metrics: Metrics
+        self,
+        model: Any,
+        tokenizer: Any,
+        config: SpeculativeConfig,
+        metrics: Metrics,
+        limits: Limits = USUAL,
     ) -> None:
         self._generate = lookahead_hf.enable(model, config).generate
         self._model, self._tokenizer, self._config = model, tokenizer, config
+        self._limits = limits
         lookahead_hf.on_stats(model, metrics.count)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         request = current.get() or ServedRequest()
         if request.is_cancelled:
             raise Cancelled
+        request.generates = True
         config = kwargs.get("generation_config")
         if request.samples and config is not None:
             config.do_sample = True
@@ -222,14 +291,36 @@ class ServedGenerate:
         if kwargs.get("streamer") is not None or _takes_streamer(self._model, config):
             kwargs["streamer"] = _Watched(request, kwargs.get("streamer"), self._model)
         try:
-            obey(request, kwargs, self._model, self._tokenizer)
+            self._apply(request, kwargs, config)
             kwargs["speculative"] = self._speculative(request, config)
-            output = self._generate(*args, **kwargs)
-        except ValueError as error:
-            request.refusal = str(error)
+            with _own_numbers(request.seed, self._model.device):
+                output = self._generate(*args, **kwargs)
+        except Cancelled:
+            raise
+        except Exception as error:
+            # What a request sets itself is refused by torch as well.
+            own = request.length == "generation_config" and not request.has_begun
+            if isinstance(error, ValueError) or own:
+                request.refusal = str(error).strip().partition("\n")[0] or type(error).__name__
+            else:
+                _logger.exception("a request failed")
             raise
         request.stats = lookahead_hf.last_stats(self._model)
         return output
+
+    def _apply(self, request: ServedRequest, kwargs: dict[str, Any], config: Any) -> None:
+        """Add what a request asks for to the arguments of its generation."""
+        check_media(request, kwargs)
+        ids = kwargs.get("input_ids")
+        if config is None or ids is None:
+            return
+        if request.grammar is None:
+            seconds = self._limits.compile_seconds
+            request.grammar = grammar_of(request, ids, self._model, self._tokenizer, seconds)
+        num_prompt, model, tokenizer = ids.shape[-1], self._model, self._tokenizer
+        added = add_to_call(request, config, num_prompt, model, tokenizer, self._limits)
+        for name, own in added.items():
+            kwargs[name] = [*(kwargs.get(name) or ()), *own]
 
     def _speculative(self, request: ServedRequest, config: Any) -> Any:
         """Return how to speculate: as the request says, else the model, else the server.

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from typing import Any
 
 import pytest
 
 from lookahead_hf import SpeculativeConfig, SpeculativeStats
 from lookahead_hf.ngram_pool import NgramPool
-from lookahead_hf.tools.serving.fields import ServedRequest, add_to_events, take_request
+from lookahead_hf.tools.serving.answers import Reply, TextEnd
+from lookahead_hf.tools.serving.fields import ServedRequest, take_request
 
 POOL = NgramPool(64)
 SERVER = SpeculativeConfig(budget=4, pool=POOL)
@@ -66,9 +69,43 @@ def test_a_wrong_value_is_told_what_is_allowed(field: str, value: Any, allowed: 
         b'data: {"choices": [{"text": "\\"usage\\""}]}\n\n',
         b'data: {"usage": null}\n\n',
         b'data: "usage"\n\ndata: [DONE]\n\n',
-        b'data: {"error": ""usage""}\n\n',
         b': "usage"\n\n',
     ],
 )
 def test_events_without_usage_stay_as_they_are(events: bytes) -> None:
-    assert add_to_events(events, ServedRequest(stats=SpeculativeStats())) == events
+    assert sent(events, ServedRequest(stats=SpeculativeStats())) == events
+
+
+def sent(events: bytes, request: ServedRequest) -> bytes:
+    """What a client gets of a stream."""
+    messages: list[Any] = []
+
+    async def answer() -> None:
+        async def send(message: Any) -> None:
+            messages.append(message)
+
+        reply = Reply(request, send, holds=False)
+        headers = [(b"content-type", b"text/event-stream")]
+        await reply({"type": "http.response.start", "status": 200, "headers": headers})
+        await reply({"type": "http.response.body", "body": b"", "more_body": True})
+        request.refusal = 'a "quoted" word'
+        await reply({"type": "http.response.body", "body": events, "more_body": False})
+
+    asyncio.run(answer())
+    return b"".join(each["body"] for each in messages[1:])
+
+
+def test_an_error_within_a_stream_is_json_that_clients_show() -> None:
+    events = b'data: {"error": "a "quoted" word"}\n\n'
+    said = json.loads(sent(events, ServedRequest())[6:])
+    assert said["error"]["message"] == 'a "quoted" word'
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_a_text_is_cut_before_its_first_end_however_it_comes(size: int) -> None:
+    text, end = "one, two, threefour five", TextEnd(("xx", "three four", "fourx", "four", "ve"))
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    shown = [end.feed(each, False) for each in pieces]
+    assert "".join(shown) + end.feed("", True) == "one, two, three"
+    other = TextEnd(("five!",))
+    assert "".join([other.feed(text, False), other.feed("", True)]) == text

@@ -7,9 +7,8 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.ngram_pool import NgramPool
 from lookahead_hf.tools.serving.fields import ServedRequest, current
-from tests.helpers.served import Served, joined, serving
+from tests.helpers.served import Served, hooked, joined, serving
 
 CHAT = "/v1/chat/completions"
 PREFIX = "lookahead_hf:spec_decode_num_"
@@ -35,16 +34,6 @@ def speculated(answer: Any) -> dict[str, Any]:
 def predicting(text: str, in_parts: bool = False) -> dict[str, Any]:
     content: Any = [{"type": "text", "text": text}] if in_parts else text
     return {"prediction": {"type": "content", "content": content}}
-
-
-@contextmanager
-def hooked(model: Any, hook: Any) -> Iterator[Any]:
-    """Call a hook before every forward."""
-    handle = model.register_forward_pre_hook(hook, with_kwargs=True)
-    try:
-        yield hook
-    finally:
-        handle.remove()
 
 
 class Widths(list[int]):

@@ -11,8 +11,8 @@ import pytest
 import xgrammar
 from transformers import AutoTokenizer
 
-from lookahead_hf import SpeculativeConfig, totals
-from lookahead_hf.tools.serving.schemas import calling, take_tools
+from lookahead_hf import SpeculativeConfig, structured, totals
+from lookahead_hf.tools.serving.schemas import calling, compile_task, take_tools
 from tests.helpers import grammars
 from tests.helpers.grammars import LEVEL, schema
 from tests.helpers.served import Served, save_ascii_chat, serving
@@ -165,7 +165,8 @@ def test_a_model_whose_markers_are_not_known(model_type: str) -> None:
 )
 def test_reasoning_comes_before_a_call_of_qwens(prompt: str, text: str, is_right: bool) -> None:
     tokenizer = grammars.tokenizer()
-    own = calling({"stop": schema()}, of_type("qwen3"), tokenizer, tokenizer.encode(prompt))
+    task = calling({"stop": schema()}, of_type("qwen3"), tokenizer, tokenizer.encode(prompt))
+    own = structured.compiled("a call", task, tokenizer, compile_task)
     matcher = xgrammar.GrammarMatcher(own.compiled_grammars[0])
     written = text.replace("{}", '{"name": "stop", "arguments": {}}')
     assert matcher.accept_string(written) == is_right

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import ipaddress
 import os
 import socket
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -14,6 +18,7 @@ from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.tools.cli.loading import check_name, warm_up
 from lookahead_hf.tools.cli.parsing import CONFIG, POOL, VERSION, as_written, with_pool
 from lookahead_hf.tools.cli.screen import CommandError, Screen, check_installed
+from lookahead_hf.tools.serving.limits import Limits
 
 NEEDS = ("fastapi", "uvicorn", "openai", "pydantic", "prometheus_client")
 """Packages of the extra `[serve]`, as they are imported."""
@@ -22,11 +27,26 @@ _EXAMPLES = """\
 examples:
   lookahead-hf serve Qwen/Qwen3-0.6B
   lookahead-hf serve ./model --port 9000 --device cuda --dtype bfloat16
+  LOOKAHEAD_HF_API_KEY=... lookahead-hf serve ./model --host 0.0.0.0 --max-waiting 64
   lookahead-hf serve ./model --pool code.safetensors --config '{"max_draft_nodes": 32}'
 
 All other options, such as --host, --port, --device and --dtype, are those of `transformers serve`,
 whose --help explains them.
 """
+
+
+def _limits(command: Callable[..., None]) -> Callable[..., None]:
+    """Add an option for each of the limits."""
+    for each in reversed(dataclasses.fields(Limits)):
+        is_whole = isinstance(each.default, int) or each.default is None
+        command = click.option(
+            f"--max-{each.name.replace('_', '-')}",
+            type=click.IntRange(min=1) if is_whole else click.FloatRange(min=0, min_open=True),
+            default=each.default,
+            show_default=each.default is not None,
+            help=f"Most {each.metadata['what']}.",
+        )(command)
+    return command
 
 
 @click.command(
@@ -38,10 +58,23 @@ whose --help explains them.
 @VERSION
 @CONFIG
 @POOL
+@click.option(
+    "--api-key",
+    envvar="LOOKAHEAD_HF_API_KEY",
+    show_envvar=True,
+    help="What clients have to send as their API key; others see it in a list of processes.",
+)
+@_limits
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="")
 @click.pass_context
 def COMMAND(
-    context: click.Context, config: SpeculativeConfig, pool: Path | None, words: tuple[str, ...]
+    context: click.Context,
+    /,
+    config: SpeculativeConfig,
+    pool: Path | None,
+    api_key: str | None,
+    words: tuple[str, ...],
+    **limits: Any,
 ) -> None:
     """Serve a model over HTTP.
 
@@ -51,7 +84,8 @@ def COMMAND(
     """
     check_installed("The server", NEEDS, "serve")
     is_plain = context.find_root().params.get("no_colour", False)
-    _serve(list(words), with_pool(config, pool), Screen(is_plain))
+    given = {name.removeprefix("max_"): value for name, value in limits.items()}
+    _serve(list(words), with_pool(config, pool), Screen(is_plain), Limits(**given), api_key)
 
 
 def _check_port(host: str | None, port: int | None) -> None:
@@ -72,12 +106,29 @@ def _check_port(host: str | None, port: int | None) -> None:
                 ) from error
 
 
-def _serve(words: list[str], config: SpeculativeConfig, screen: Screen) -> None:
+def _is_local(host: str | None) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
+    except ValueError:
+        return False
+
+
+def _serve(
+    words: list[str],
+    config: SpeculativeConfig,
+    screen: Screen,
+    limits: Limits,
+    api_key: str | None,
+) -> None:
     """Run transformers' command with these words until the server is stopped."""
     import typer
     from transformers.cli.serve import Serve
 
-    from lookahead_hf.tools.serving.server import UnknownServerError, speculating
+    from lookahead_hf.tools.serving.server import (
+        UnknownServerError,
+        ending_at_once,
+        speculating,
+    )
 
     program = typer.Typer(add_completion=False)
     program.command()(Serve)
@@ -87,7 +138,13 @@ def _serve(words: list[str], config: SpeculativeConfig, screen: Screen) -> None:
         check_name(name.partition("@")[0], "MODEL")  # what follows is a revision
     try:
         _check_port(parsed.params.get("host"), parsed.params.get("port"))
-        with speculating(config, partial(warm_up, screen)):
+        if not api_key:
+            reach = "this machine" if _is_local(parsed.params.get("host")) else "any machine"
+            screen.note(f"Without --api-key, whoever reaches the port from {reach} is answered.")
+        serving = speculating(
+            config, partial(warm_up, screen), limits=limits, api_key=api_key or None
+        )
+        with serving, ending_at_once():
             command(words, prog_name="lookahead-hf serve")
     except SystemExit as end:
         if end.code:

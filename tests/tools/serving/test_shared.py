@@ -1,0 +1,333 @@
+"""What clients of one server do to each other: nothing."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from lookahead_hf import SpeculativeConfig, structured, totals
+from lookahead_hf.tools.serving.checks import CHAT, COMPLETIONS, RESPONSES
+from lookahead_hf.tools.serving.compiling import Trials, trials
+from lookahead_hf.tools.serving.limits import Limits
+from tests.helpers import grammars
+from tests.helpers.served import Served, hooked, joined, serving
+from tests.helpers.tiny_chat import DRAFTING
+
+CONFIG = SpeculativeConfig(**DRAFTING)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["alone", "together"])
+def served(folder: str, request: pytest.FixtureRequest) -> Iterator[Served]:
+    with serving(folder, CONFIG, continuous_batching=request.param) as served:
+        yield served
+
+
+def said(content: Any, **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content, **more}]}
+
+
+CALL = {"role": "assistant", "content": "x"}
+WRONG: list[tuple[str, Any]] = [
+    (CHAT, said(5)),
+    (CHAT, said(["x"])),
+    (CHAT, said([{"type": "text"}])),
+    (CHAT, said("\ud83d")),
+    *((CHAT, {"messages": [{**CALL, "tool_calls": each}]}) for each in (5, [5], [{}])),
+    (CHAT, {"messages": [{**CALL, "tool_calls": [{"function": {"name": "f"}}]}]}),
+    *((CHAT, said("x") | {"stop": each}) for each in ([None], [1, 2], [""], "x" * 257, ["x"] * 17)),
+    *(
+        (CHAT, said("x") | {"logit_bias": each})
+        for each in ({"a": 1}, {"5": None}, {"99999999": 1})
+    ),
+    *((CHAT, said("x") | {"generation_config": each}) for each in ("x", "[]", '{"top_p": NaN}')),
+    *(
+        (CHAT, said("x") | {"generation_config": json.dumps(each)})
+        for each in (
+            {"max_new_tokens": "x"},
+            {"return_dict_in_generate": True},
+            {"suppress_tokens": "x"},
+            {"bad_words_ids": [[]]},
+            {"eos_token_id": [None]},
+            {"num_beams": 1000},
+        )
+    ),
+    *((CHAT, said("x") | {"chat_template_kwargs": {each: 1}}) for each in ("tokenize", "tools")),
+    *((CHAT, said("x") | {"max_tokens": each}) for each in (0, -1, 2**40, 1e3, True)),
+    *((CHAT, said("x") | {"temperature": each}) for each in (-1, 1e300, "1")),
+    (CHAT, said("x") | {"tools": [{"function": {"name": 5}}]}),
+    (CHAT, said("x") | {"model": 5}),
+    (CHAT, said("x") | {"x" * 1000: 1}),
+    (CHAT, {}),
+    (COMPLETIONS, {"prompt": ""}),
+    (COMPLETIONS, {"prompt": [[1, 2]]}),
+    (COMPLETIONS, {"prompt": "x", "suffix": 1}),
+    (RESPONSES, {"input": ["x"]}),
+    (RESPONSES, {"input": [{}]}),
+    (RESPONSES, {"input": [{"type": "function_call", "call_id": "x"}]}),
+    (RESPONSES, {"input": "x", "instructions": 1}),
+    (CHAT, b"\xff\xfe{}"),
+    (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "temperature": Infinity}'),
+    (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "temperature": 1e999}'),
+    (CHAT, b"[" * 100_000),
+    (CHAT, b"5"),
+    ("/load_model", {"model": 5}),
+    ("/v1/systemone", {"state": 5}),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_wrong_is_refused_in_a_sentence(served: Served, stream: bool) -> None:
+    found = {}
+    for path, body in WRONG:
+        given = {"stream": stream, **body} if isinstance(body, dict) else body
+        status, answer = served.post(path, given)
+        is_error = answer.startswith('{"error"')
+        message = json.loads(answer)["error"]["message"] if is_error else ""
+        if status != 400 or not 0 < len(message) < 900 or "SpeculativeConfig" in message:
+            found[str(body)[:100]] = status, message
+    assert found == {}
+    assert len(served.text(max_tokens=8)) == 8
+
+
+def test_a_byte_order_mark_is_no_mistake(served: Served) -> None:
+    body = b"\xef\xbb\xbf" + json.dumps({**said("x"), "max_tokens": 2}).encode()
+    assert served.post(CHAT, body)[0] == 200
+
+
+def test_a_seed_gives_its_text_whatever_else_is_asked(served: Served) -> None:
+    together = served.server._generation_state._continuous_batching
+
+    def write(seed: int) -> str:
+        own = {} if together or seed % 2 else {"speculative": False}
+        given = {"temperature": 1.0, "seed": seed, "max_tokens": 24}
+        return served.text("Hello", extra_body=own, **given)
+
+    alone = [write(seed) for seed in range(6)]
+    with ThreadPoolExecutor(12) as clients:
+        others = [clients.submit(served.text, temperature=1.0, max_tokens=24) for _ in range(6)]
+        assert list(clients.map(write, range(6))) == alone
+        assert len({other.result() for other in others}) > 1
+    assert len({*alone}) == 6
+
+
+def test_each_request_has_its_own_settings(served: Served) -> None:
+    before = totals(served.model).stats.num_accepted
+    asked = [
+        {},
+        {"temperature": 1.5, "seed": 3},
+        {"extra_body": {"generation_config": '{"max_new_tokens": 48, "repetition_penalty": 1.8}'}},
+        {"logit_bias": {"72": 50}},
+        {"presence_penalty": 2},
+    ]
+    alone = [served.text(**each) for each in asked]
+    with ThreadPoolExecutor(5) as clients:
+        assert list(clients.map(lambda each: served.text(**each), reversed(asked))) == alone[::-1]
+    assert len({*alone}) == 5
+    assert totals(served.model).stats.num_accepted > before
+    assert not totals(served.model).fallbacks
+
+
+def test_a_presence_penalty_lets_tokens_come_once(served: Served) -> None:
+    text = served.text(presence_penalty=2, max_tokens=24)
+    assert len({*text}) > len({*served.text(max_tokens=24)})
+
+
+def test_a_queue_refuses_what_it_cannot_do_for_one_request(served: Served) -> None:
+    if not served.server._generation_state._continuous_batching:
+        pytest.skip("without a queue all of this is done")
+    text = served.text(max_tokens=8)
+    for fields in (
+        {"speculative": False},
+        {"prediction": {"type": "content", "content": "x"}},
+        {"generation_config": '{"num_beams": 4}'},
+    ):
+        status, answer = served.post(CHAT, {**said("def f(x):"), **fields})
+        assert status == 400 and "not served with --continuous-batching" in answer
+    assert served.text(max_tokens=8) == text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_is_cut_before_its_stop(served: Served, stream: bool) -> None:
+    whole = served.text()
+    stop = [whole[20:23], "never\n"]
+    asked = served.ask(stop=stop, stream=stream)
+    chunks = list(asked) if stream else [asked]
+    text = joined(chunks) if stream else asked.choices[0].message.content
+    assert text == whole[: whole.index(stop[0])]
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    assert chunks[-1].usage.completion_tokens < 24
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_answers_to_a_request(served: Served, stream: bool) -> None:
+    given = {"n": 3, "temperature": 1.0, "seed": 5, "max_tokens": 12, "stream": stream}
+    found = served.ask("Hello", **given)
+    if stream:
+        chunks = list(found)
+        texts = ["", "", ""]
+        for choice in (choice for chunk in chunks for choice in chunk.choices):
+            texts[choice.index] += choice.delta.content or ""
+        usage = chunks[-1].usage
+    else:
+        assert [choice.index for choice in found.choices] == [0, 1, 2]
+        texts, usage = [each.message.content for each in found.choices], found.usage
+    assert len({*texts}) == 3 and all(len(text) == 12 for text in texts)
+    assert texts[0] == served.text("Hello", temperature=1.0, seed=5, max_tokens=12)
+    assert usage.completion_tokens == 36 and usage.prompt_tokens < 36
+
+
+def test_a_list_of_prompts(served: Served) -> None:
+    given = {"model": served.folder, "temperature": 0, "max_tokens": 12}
+    ask = served.client.completions.create
+    texts = [ask(prompt=each, **given).choices[0].text for each in ("x = ", "def f")]
+    both = ask(prompt=["x = ", "def f"], **given)
+    assert [each.text for each in both.choices] == texts
+    assert ask(prompt=["x = "], **given).choices[0].text == texts[0]
+
+
+def test_a_text_has_the_models_positions(served: Served) -> None:
+    status, answer = served.post(CHAT, {**said("x" * 1500), "max_tokens": 1000})
+    assert status == 400 and "and 1000 new ones needs more than the 2048" in answer
+    assert served.post(CHAT, said("x" * 3000))[0] == 400
+    status, answer = served.post(CHAT, {**said("x" * 1900), "temperature": 0})
+    counts = json.loads(answer)["usage"]
+    assert counts["prompt_tokens"] < 2048 and counts["total_tokens"] <= 2048
+
+
+def leave(served: Served, body: dict[str, Any], reached: threading.Event | None = None) -> None:
+    """Send a request and hang up, at a point of its generation or soon."""
+    data = json.dumps(body).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    with closing(socket.create_connection(("localhost", served.port))) as client:
+        client.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        assert reached.wait(60) if reached is not None else time.sleep(0.5) is None
+
+
+class Counter:
+    """Counts forwards, and tells of the fifth."""
+
+    def __init__(self) -> None:
+        self.count, self.reached = 0, threading.Event()
+
+    def __call__(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        self.count += 1
+        time.sleep(0.02)
+        if self.count == 5:
+            self.reached.set()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_place(served: Served, stream: bool) -> None:
+    body = {**said("def f(x):"), "max_tokens": 1500, "stream": stream, "temperature": 0}
+    with hooked(served.model, Counter()) as counter:
+        leave(served, body, counter.reached)
+        time.sleep(0.5)
+        count = counter.count
+        time.sleep(0.3)
+        assert count == counter.count < 60
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    named = {"name": "x", "schema": schema}
+    return {"response_format": {"type": "json_schema", "json_schema": named}, "max_tokens": 4}
+
+
+def test_a_schema_is_compiled_beside_the_decoding_and_ends_with_its_client(served: Served) -> None:
+    served.ask(**nested(1))  # the process that compiles is there
+    process = trials._process
+    leave(served, {**said("x"), **nested(800)})
+    begin = time.monotonic()
+    assert len(served.text(max_tokens=4)) == 4
+    assert time.monotonic() - begin < 3
+    assert process is not None
+    assert process.wait(10) != 0
+
+
+@pytest.fixture(scope="module")
+def strict(folder: str) -> Iterator[Served]:
+    limits = Limits(body_mb=0.01, schema_kb=1, waiting=2, seconds=1.5)
+    with serving(folder, CONFIG, limits=limits, api_key="sesame") as served:
+        served.client.api_key = "sesame"
+        yield served
+
+
+def test_limits_are_told(strict: Served) -> None:
+    key = {"Authorization": "Bearer sesame"}
+    for fields, status, why in (
+        (said("x" * 10_000), 413, "has 0.01 MB at most"),
+        ({**said("x"), **nested(100)}, 400, "a schema has 1 KB at most"),
+    ):
+        found = strict.post(CHAT, fields, **key)
+        assert found[0] == status and why in found[1]
+
+
+def test_what_compiles_too_slowly_is_refused() -> None:
+    own = Trials()
+    try:
+        told, schema = structured.vocabulary(grammars.tokenizer()), json.dumps({"type": "integer"})
+        own.run(told, {"schema": schema}, lambda: False, 30)
+        slow = nested(800)["response_format"]["json_schema"]["schema"]
+        with pytest.raises(ValueError, match=r"takes longer than 0\.3 seconds"):
+            own.run(told, {"schema": json.dumps(slow)}, lambda: False, 0.3)
+    finally:
+        own.end()
+
+
+def test_a_key_is_asked_for(strict: Served) -> None:
+    for path in (CHAT, "/v1/audio/transcriptions", "/load_model", "/reset", "/v1/nothing"):
+        for headers in ({}, {"Authorization": "Bearer x"}, {"Authorization": "sesame"}):
+            status, answer = strict.post(path, said("x"), **headers)
+            assert status == 401 and json.loads(answer)["error"]["code"] == "invalid_api_key"
+    assert "ok" in strict.get("/health") and "lookahead_hf" in strict.get("/metrics")
+    assert len(strict.text(max_tokens=4)) == 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_ends_in_time(strict: Served, stream: bool) -> None:
+    from openai import APIError
+
+    def slow(*args: Any) -> None:
+        time.sleep(0.1)
+
+    with hooked(strict.model, slow), pytest.raises(APIError, match=r"takes 1\.5 seconds at most"):
+        list(strict.ask(max_tokens=1000, stream=stream, extra_body={"speculative": False}))
+
+
+def test_more_requests_than_may_wait(strict: Served) -> None:
+    from openai import RateLimitError
+
+    free = threading.Event()
+
+    def wait(*args: Any) -> None:
+        free.wait(20)
+
+    with hooked(strict.model, wait), ThreadPoolExecutor(2) as clients:
+        texts = [clients.submit(strict.text, max_tokens=4) for _ in range(2)]
+        time.sleep(0.3)
+        with pytest.raises(RateLimitError, match="too many requests") as raised:
+            strict.text()
+        free.set()
+        assert all(len(text.result()) == 4 for text in texts)
+    assert int(raised.value.response.headers["retry-after"]) > 0
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_no_thread_is_left_of_a_server(folder: str, together: bool) -> None:
+    before = {*threading.enumerate()}
+    with serving(folder, CONFIG, continuous_batching=together) as served:
+        assert len(served.text(max_tokens=4)) == 4
+    end = time.monotonic() + 10
+    while (left := {*threading.enumerate()} - before) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not [each for each in left if not each.daemon]
