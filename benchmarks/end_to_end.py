@@ -10,7 +10,7 @@ decoding runs once more where a speculative text differs from plain's: the exit 
 the two tokens are nearly tied there.
 
     python benchmarks/end_to_end.py --families code_edit,rag --prompts-per-family 3
-    python benchmarks/end_to_end.py --dtype bfloat16 --json bf16.json --plot bf16.svg
+    python benchmarks/end_to_end.py --dtype bfloat16 --json bf16.json
     python benchmarks/end_to_end.py --batch 4 --sample 0.7,0.95 --threads 1
     python benchmarks/end_to_end.py --with scores,processors,streamer --families code,code_edit
     python benchmarks/end_to_end.py --dtype bfloat16 --everywhere --no-cache-only
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import common
-from results import are_near_ties, check_texts, plot, print_lines, store
+from results import are_near_ties, check_texts, print_lines, store
 from transformers import TextStreamer
 
 import lookahead_hf
@@ -108,7 +108,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--threads", type=int, help="torch's threads")
     parser.add_argument("--json", type=Path, help="write the lines and every call's seconds there")
-    parser.add_argument("--plot", type=Path, help="write a figure there (needs matplotlib)")
     return parser.parse_args(argv)
 
 
@@ -147,8 +146,8 @@ def main(argv: list[str] | None = None) -> None:
     lines = summarize(runs)
     partings = check_texts(model, batches, runs, shared)
     print_lines(lines, partings)
-    if arguments.plot:
-        plot(lines, arguments.plot)
+    if empty := [f"{line.system}, {line.family}" for line in lines if not line.tokens]:
+        raise SystemExit(f"nothing was written by: {'; '.join(empty)}")
     if not are_near_ties(partings):
         raise SystemExit("A BUG: a speculative text parts from plain's where there is no near tie.")
 
