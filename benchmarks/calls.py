@@ -57,7 +57,7 @@ def systems(rows: int, on_gpu: bool) -> dict[str, dict[str, Any]]:
     known |= {"plain sampled": sampled, "ours sampled": sampled | ours}
     if rows == 1:
         return known | {"static": {"cache_implementation": "static"}}
-    if batching.IS_KNOWN:  # as of transformers 5.24
+    if batching.IS_KNOWN:  # the manager of older versions cannot speculate
         known["ours queue"] = ours | {"max_slots": rows}
     if on_gpu:
         blocks = ContinuousBatchingConfig(num_blocks=64 * rows, use_async_batching=False)
