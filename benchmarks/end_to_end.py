@@ -12,7 +12,6 @@ the two tokens are nearly tied there.
     python benchmarks/end_to_end.py --families code_edit,rag --prompts-per-family 3
     python benchmarks/end_to_end.py --dtype bfloat16 --json bf16.json
     python benchmarks/end_to_end.py --batch 4 --sample 0.7,0.95 --threads 1
-    python benchmarks/end_to_end.py --with scores,processors,streamer --families code,code_edit
     python benchmarks/end_to_end.py --dtype bfloat16 --everywhere --no-cache-only
 """
 
@@ -26,7 +25,6 @@ from typing import Any
 
 import common
 from results import are_near_ties, check_texts, print_lines, store
-from transformers import TextStreamer
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
@@ -36,34 +34,6 @@ from lookahead_hf.tools.cli.screen import CommandError
 
 CACHE_ONLY = "budget 0"
 EVERYWHERE = "everywhere"
-
-
-class SilentStreamer(TextStreamer):  # type: ignore[misc]
-    """Decodes the text while it is written, as a chat does, and shows it nowhere."""
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        pass
-
-
-def extra_arguments(names: list[str], tokenizer: Any) -> dict[str, Any]:
-    """What `--with` adds to every system's call.
-
-    Raises:
-        ValueError: A name that is not known.
-    """
-    known: dict[str, dict[str, Any]] = {
-        "scores": {"return_dict_in_generate": True, "output_scores": True},
-        "processors": {
-            "repetition_penalty": 1.02,
-            "min_new_tokens": 16,
-            "bad_words_ids": tokenizer(["As an AI"], add_special_tokens=False)["input_ids"],
-        },
-        "streamer": {"streamer": SilentStreamer(tokenizer, skip_prompt=True)},
-    }
-    unknown = sorted(set(names) - set(known))
-    if unknown:
-        raise ValueError(f"--with {', '.join(unknown)} is not known; there are: {', '.join(known)}")
-    return {key: value for name in names for key, value in known[name].items()}
 
 
 def shared_arguments(arguments: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
@@ -76,7 +46,7 @@ def shared_arguments(arguments: argparse.Namespace, tokenizer: Any) -> dict[str,
     if arguments.sample:
         temperature, top_p = arguments.sample
         shared |= {"do_sample": True, "temperature": temperature, "top_p": top_p}
-    return shared | extra_arguments(arguments.extras, tokenizer)
+    return shared
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -89,14 +59,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batch", type=int, default=1, help="prompts of a family per call")
     parser.add_argument("--sample", type=common.sampling, metavar="T,TOP_P", help="default: greedy")
-    parser.add_argument(
-        "--with",
-        dest="extras",
-        type=lambda text: text.split(","),
-        default=[],
-        metavar="NAME,NAME",
-        help="also ask for: scores, processors, streamer",
-    )
     parser.add_argument(
         "--random-weights", action="store_true", help="as many random ones: nothing can be guessed"
     )
