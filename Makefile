@@ -18,8 +18,8 @@ ARGS ?=
 WORKERS ?= 2
 OLDEST_TRANSFORMERS := 5.17.0
 # The rooms that touch transformers' code, and whole calls, without what only its newest version has.
-CORE_TESTS := $(addprefix tests/,block cache call engines/cpu engines/cuda engines/hybrid generation model runner \
-	verification test_abuse.py test_auto.py test_encoder_decoder.py test_fallback.py \
+CORE_TESTS := $(addprefix tests/,block cache call engines/cpu engines/cuda engines/hybrid generation kernels model \
+	runner verification test_abuse.py test_auto.py test_encoder_decoder.py test_fallback.py \
 	test_half_precision.py test_hook.py test_lossless.py test_lossless_assistant.py \
 	test_pipelines.py test_properties.py test_real_model.py test_speech.py test_wrappers.py)
 NOT_ON_OLDEST := --ignore tests/model/compat/test_private_names.py --ignore tests/cache/test_indexed_layers.py \
@@ -44,7 +44,7 @@ test-all: lint
 	.venv/bin/python $(PYTEST) $(ARGS)
 
 test-oldest: .venv-oldest/.tests
-	.venv-oldest/bin/python $(PYTEST) -m "not gpu and not slow" $(CORE_TESTS) $(NOT_ON_OLDEST) $(ARGS)
+	TRITON_INTERPRET=1 .venv-oldest/bin/python $(PYTEST) -m "not gpu and not slow" $(CORE_TESTS) $(NOT_ON_OLDEST) $(ARGS)
 
 test-newest: .venv-newest/.tests
 	.venv-newest/bin/python -m lookahead_hf env

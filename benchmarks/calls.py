@@ -1,28 +1,35 @@
-"""Time whole calls of `generate` that write the same number of tokens, greedy, one row.
+"""Time whole calls of `generate` that write the same number of tokens, greedy and sampled.
 
-Systems: plain `generate` with its growing cache, with a static cache (compiled on a GPU), with
-prompt lookup, and ours. Each has two calls before those that count, in which it compiles, captures
-and learns; the fastest of `--rounds` counts. Texts of random weights say nothing about how many
-drafts are accepted: name a model with `--model`.
+Systems: plain `generate` with its growing cache, ours, prompt lookup, several rows as a queue, and
+plain with a static cache, which a GPU compiles. `first` is the first call's seconds, in which each
+compiles and captures; a second one counts nowhere, and the fastest of `--rounds` more counts as
+`tokens_per_second`, of all rows. `equal` is how many tokens of the worst text equal plain's before
+the first that does not: in half precision near ties part texts. `gigabytes` is the most memory of
+the device that a system's calls had taken, the weights included. Texts of random weights say
+nothing about how many drafts are accepted: name a model with `--model`.
 
-    python benchmarks/calls.py --shapes 8B --json calls.json
+    python benchmarks/calls.py --shapes 8B --rows 1,8 --json calls.json
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from kernels import wait
-from step import load, shapes_parser
+from kernels import numbers, wait
+from lines import Report
+from step import counted, load, said, shapes_parser
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import lookahead_hf
+from lookahead_hf.model.compat import batching
+from lookahead_hf.model.state import state_of
 
 
 @dataclass(frozen=True)
@@ -30,37 +37,90 @@ class Line:
     """The fastest call of a system."""
 
     shape: str
+    rows: int
     system: str
-    tokens_per_second: float
-    execution: str | None = None
+    tokens_per_second: float | None = None
+    first: float | None = None
+    equal: int | None = None
     tokens_per_step: float | None = None
+    gigabytes: float | None = None
+    ran: str = ""
 
 
-def measure(model: Any, shape: str, options: argparse.Namespace) -> Iterator[Line]:
-    """Time the calls of every system."""
-    model.generation_config.eos_token_id = None
-    ids = torch.randint(3, model.config.vocab_size, (1, options.context), device=model.device)
-    call = {"max_new_tokens": options.new_tokens, "do_sample": False, "pad_token_id": 0}
-    call["attention_mask"] = torch.ones_like(ids)
-    systems: dict[str, dict[str, Any]] = {
-        "eager": {},
-        "static": {"cache_implementation": "static"},
-        "prompt lookup": {"prompt_lookup_num_tokens": 10},
-        "ours": {"speculative": True},
-    }
-    with lookahead_hf.enabled(model):
-        lookahead_hf.warm_up(model, seconds=None)
-        for system, more in systems.items():
-            spent = []
-            for _ in range(2 + options.rounds):
+def systems(rows: int, on_gpu: bool) -> dict[str, dict[str, Any]]:
+    """What each system passes on, the one that may take longest to start last."""
+    ours = {"speculative": lookahead_hf.SpeculativeConfig(on_fallback="error")}
+    sampled = {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
+    known: dict[str, dict[str, Any]] = {"plain": {}, "ours": ours}
+    if rows == 1:  # HF's assisted decoding takes no batches
+        known["prompt lookup"] = {"prompt_lookup_num_tokens": 10}
+    known |= {"plain sampled": sampled, "ours sampled": sampled | ours}
+    if rows == 1:
+        return known | {"static": {"cache_implementation": "static"}}
+    if batching.IS_KNOWN:  # the manager of older versions cannot speculate
+        known["ours queue"] = ours | {"max_slots": rows}
+    if on_gpu:
+        blocks = ContinuousBatchingConfig(num_blocks=64 * rows, use_async_batching=False)
+        known["plain queue"] = {"continuous_batching_config": blocks}
+    return known
+
+
+class Bench:
+    """One model and prompts of one length."""
+
+    def __init__(self, model: Any, rows: int, options: argparse.Namespace) -> None:
+        self.model, self.options = model, options
+        shape = rows, options.context
+        self.ids = torch.randint(3, model.config.vocab_size, shape, device=model.device)
+        self.plain: dict[bool, list[list[int]]] = {}
+
+    def texts(self, system: str, more: dict[str, Any]) -> list[list[int]]:
+        """The new tokens of a call."""
+        torch.manual_seed(0)
+        call = {"max_new_tokens": self.options.new_tokens, "do_sample": False, "pad_token_id": 0}
+        if system.endswith("queue"):
+            config = GenerationConfig(**call)
+            found = self.model.generate_batch(self.ids.tolist(), config, **more)
+            texts = [each.generated_tokens for each in found.values()]
+        else:
+            call["attention_mask"] = torch.ones_like(self.ids)
+            texts = self.model.generate(self.ids, **(call | more))[:, self.ids.shape[1] :].tolist()
+        wait(self.model.device)
+        if {*map(len, texts)} != {self.options.new_tokens}:
+            raise RuntimeError(f"it wrote texts of {[*map(len, texts)]} tokens")
+        return texts
+
+    def measure(self, system: str, more: dict[str, Any]) -> dict[str, Any]:
+        """Time the calls of a system, and compare its texts with plain's."""
+        on_gpu, spent = self.model.device.type == "cuda", []
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        with counted() as asked:
+            for _ in range(2 + self.options.rounds):
                 start = time.perf_counter()
-                out = model.generate(ids, **call, **more)
-                wait(model.device)
+                texts = self.texts(system, more)
                 spent.append(time.perf_counter() - start)
-            new = out.shape[1] - ids.shape[1]
-            stats = lookahead_hf.last_stats(model) if system == "ours" else None
-            facts = (stats.execution, stats.tokens_per_step) if stats else ()
-            yield Line(shape, system, new / min(spent[2:]), *facts)
+        plain = self.plain.setdefault("do_sample" in more, texts)
+        found: dict[str, Any] = {
+            "first": spent[0],
+            "tokens_per_second": len(texts) * self.options.new_tokens / min(spent[2:]),
+            "equal": min(map(common, texts, plain)),
+            "gigabytes": torch.cuda.max_memory_allocated() / 1e9 if on_gpu else None,
+        }
+        if "speculative" not in more:
+            is_compiled = torch._dynamo.utils.counters["frames"]["ok"] > 0
+            return found | {"ran": "compiled" if is_compiled else "eager"}
+        stats = lookahead_hf.last_stats(self.model)
+        assert stats is not None
+        state_of(self.model).free()  # the next one's memory is its own
+        ran = said(stats.execution, asked, self.model.device)
+        return found | {"tokens_per_step": stats.tokens_per_step, "ran": ran}
+
+
+def common(text: list[int], other: list[int]) -> int:
+    """The tokens before the first in which two texts differ."""
+    same = (one == two for one, two in zip(text, other, strict=True))
+    return len([*itertools.takewhile(bool, same)])
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -68,25 +128,20 @@ def main(argv: list[str] | None = None) -> None:
     parser = shapes_parser(__doc__, ["8B"] if torch.cuda.is_available() else ["0.1B"])
     for name, number in {"context": 512, "new-tokens": 256, "rounds": 2}.items():
         parser.add_argument(f"--{name}", type=int, default=number)
-    parser.add_argument("--json", type=Path, help="also write the lines to this file, as they come")
+    parser.add_argument("--rows", type=numbers, default=[1])
     options = parser.parse_args(argv)
     torch.manual_seed(0)
     device, dtype = torch.device(options.device), getattr(torch, options.dtype)
-    lines: list[Line] = []
-    print("| shape | system | tokens per second | steps are | tokens per step |")
-    print("|---|---|---|---|---|")
+    report = Report(options.json, device=options.device, dtype=options.dtype)
     for shape in [Path(options.model).name] if options.model else options.shapes:
-        for line in measure(load(shape, options.model, dtype, device), shape, options):
-            lines.append(line)
-            per_step = "" if line.tokens_per_step is None else f"{line.tokens_per_step:.2f}"
-            print(
-                f"| {shape} | {line.system} | {line.tokens_per_second:.1f} "
-                f"| {line.execution or ''} | {per_step} |",
-                flush=True,
-            )
-            if options.json:
-                report = {"torch": torch.__version__, "lines": [asdict(each) for each in lines]}
-                options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        model = load(shape, options.model, dtype, device)
+        model.generation_config.eos_token_id = None
+        with lookahead_hf.enabled(model):
+            for rows in reversed(options.rows):
+                bench = Bench(model, rows, options)
+                for system, more in systems(rows, device.type == "cuda").items():
+                    report.add(Line(shape, rows, system), partial(bench.measure, system, more))
+    report.end()
 
 
 if __name__ == "__main__":

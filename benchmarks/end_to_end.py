@@ -10,9 +10,8 @@ decoding runs once more where a speculative text differs from plain's: the exit 
 the two tokens are nearly tied there.
 
     python benchmarks/end_to_end.py --families code_edit,rag --prompts-per-family 3
-    python benchmarks/end_to_end.py --dtype bfloat16 --json bf16.json --plot bf16.svg
+    python benchmarks/end_to_end.py --dtype bfloat16 --json bf16.json
     python benchmarks/end_to_end.py --batch 4 --sample 0.7,0.95 --threads 1
-    python benchmarks/end_to_end.py --with scores,processors,streamer --families code,code_edit
     python benchmarks/end_to_end.py --dtype bfloat16 --everywhere --no-cache-only
 """
 
@@ -25,8 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import common
-from results import are_near_ties, check_texts, plot, print_lines, store
-from transformers import TextStreamer
+from results import are_near_ties, check_texts, print_lines, store
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
@@ -36,34 +34,6 @@ from lookahead_hf.tools.cli.screen import CommandError
 
 CACHE_ONLY = "budget 0"
 EVERYWHERE = "everywhere"
-
-
-class SilentStreamer(TextStreamer):  # type: ignore[misc]
-    """Decodes the text while it is written, as a chat does, and shows it nowhere."""
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        pass
-
-
-def extra_arguments(names: list[str], tokenizer: Any) -> dict[str, Any]:
-    """What `--with` adds to every system's call.
-
-    Raises:
-        ValueError: A name that is not known.
-    """
-    known: dict[str, dict[str, Any]] = {
-        "scores": {"return_dict_in_generate": True, "output_scores": True},
-        "processors": {
-            "repetition_penalty": 1.02,
-            "min_new_tokens": 16,
-            "bad_words_ids": tokenizer(["As an AI"], add_special_tokens=False)["input_ids"],
-        },
-        "streamer": {"streamer": SilentStreamer(tokenizer, skip_prompt=True)},
-    }
-    unknown = sorted(set(names) - set(known))
-    if unknown:
-        raise ValueError(f"--with {', '.join(unknown)} is not known; there are: {', '.join(known)}")
-    return {key: value for name in names for key, value in known[name].items()}
 
 
 def shared_arguments(arguments: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
@@ -76,7 +46,7 @@ def shared_arguments(arguments: argparse.Namespace, tokenizer: Any) -> dict[str,
     if arguments.sample:
         temperature, top_p = arguments.sample
         shared |= {"do_sample": True, "temperature": temperature, "top_p": top_p}
-    return shared | extra_arguments(arguments.extras, tokenizer)
+    return shared
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -90,14 +60,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1, help="prompts of a family per call")
     parser.add_argument("--sample", type=common.sampling, metavar="T,TOP_P", help="default: greedy")
     parser.add_argument(
-        "--with",
-        dest="extras",
-        type=lambda text: text.split(","),
-        default=[],
-        metavar="NAME,NAME",
-        help="also ask for: scores, processors, streamer",
-    )
-    parser.add_argument(
         "--random-weights", action="store_true", help="as many random ones: nothing can be guessed"
     )
     parser.add_argument(
@@ -108,7 +70,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--threads", type=int, help="torch's threads")
     parser.add_argument("--json", type=Path, help="write the lines and every call's seconds there")
-    parser.add_argument("--plot", type=Path, help="write a figure there (needs matplotlib)")
     return parser.parse_args(argv)
 
 
@@ -147,8 +108,8 @@ def main(argv: list[str] | None = None) -> None:
     lines = summarize(runs)
     partings = check_texts(model, batches, runs, shared)
     print_lines(lines, partings)
-    if arguments.plot:
-        plot(lines, arguments.plot)
+    if empty := [f"{line.system}, {line.family}" for line in lines if not line.tokens]:
+        raise SystemExit(f"nothing was written by: {'; '.join(empty)}")
     if not are_near_ties(partings):
         raise SystemExit("A BUG: a speculative text parts from plain's where there is no near tie.")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,17 @@ from torch.nn.functional import scaled_dot_product_attention
 from lookahead_hf import kernels
 from lookahead_hf.runner import attention
 from lookahead_hf.runner.forward import ForwardContext, running
+
+KINDS = (
+    "verify_greedy",
+    "verify_sampled",
+    "reject",
+    "topk",
+    "topk_after_verification",
+    "compact",
+    "attention",
+)
+"""The functions of `Bench` that make cases; each builds its tensors when it is called."""
 
 _MOST_COPIES = 64
 
@@ -31,6 +42,7 @@ class Case:
         ours: The kernel, or its twin where no Triton runs.
         plain: What one would write without it.
         fallback: What runs instead of a kernel without a twin.
+        bits: Whether the first token of a block has the bits that it has alone.
     """
 
     name: str
@@ -39,6 +51,7 @@ class Case:
     ours: Callable[[int], Any]
     plain: Callable[[int], Any]
     fallback: Callable[[int], Any] | None = None
+    bits: Callable[[], bool] | None = None
 
 
 class Bench:
@@ -77,16 +90,6 @@ class Bench:
         tokens = scores.argmax(-1).roll(1, 1)
         tokens[:, self.width // 2 + 1 :] = 0
         return tokens
-
-    def cases(self) -> Iterator[Case]:
-        """All cases, one after the other, so that their tensors need not stand side by side."""
-        yield self.verify_greedy()
-        yield self.verify_sampled()
-        yield self.reject()
-        yield self.topk()
-        yield self.topk_after_verification()
-        yield self.compact()
-        yield self.attention()
 
     def verify_greedy(self) -> Case:
         logits = self._logits()
@@ -211,13 +214,20 @@ class Bench:
         ancestors = self._of_rows(torch.tensor(words))
         mask, groups = self._mask(layers[0][1]), o.heads // o.kv_heads
         wide, scale = mask.repeat(1, 1, groups, 1), o.head_dim**-0.5
+
+        def ours(copy: int, width: int = self.width) -> torch.Tensor:
+            q, k, v = layers[copy]
+            tree = self.lengths, ancestors[:, :width]
+            return kernels.tree_attention(q[:, :, :width], k, v, *tree, scale)
+
         return Case(
             f"tree_attention {o.context} keys",
             _num_bytes(layers[0][0], *layers[0]),
             len(layers),
-            lambda copy: kernels.tree_attention(*layers[copy], self.lengths, ancestors, scale),
+            ours,
             lambda copy: _repeated(*layers[copy], mask),
             lambda copy: self._folded(*layers[copy], wide, groups),
+            lambda: torch.equal(ours(0)[:, :1], ours(0, 1)),
         )
 
     def _folded(self, *given: Any) -> torch.Tensor:

@@ -5,29 +5,35 @@ a chain; the others are what one would write with torch alone. `floor` is the ti
 of the same run would take for the bytes that a case must read and write. On a GPU, `call` is a call
 from Python and `graph` the same work replayed as a CUDA graph. Every call takes other inputs until
 three times the L2 cache has been read (`--rotate`), as a forward lies between two calls of a step.
-The twin of attention is attention under a mask, which a model falls back to. Times are the fastest
-of `--rounds`.
+The twin of attention is attention under a mask, which a model falls back to; `bits` is whether the
+first token of a block has the bits that it has in a block of one. Times are the fastest of
+`--rounds`. `--sweep` times the kernels of attention's prefix and of `topk_rows` by their settings,
+of which those of today come first; one with other results, or without room, is a line that says so.
 
-    python benchmarks/kernels.py --json kernels.json --plot kernels.svg
-    python benchmarks/kernels.py --device cpu --dtype float32 --vocab 49152 --only verify
-    python benchmarks/kernels.py --nodes 15 --context 2048 --rows 8
+    python benchmarks/kernels.py --json kernels.json
+    python benchmarks/kernels.py --device cpu --dtype float32 --vocab 49152 --only verify_greedy
+    python benchmarks/kernels.py --nodes 15,63 --context 512,32768 --rows 1,8 --only attention
+    python benchmarks/kernels.py --sweep --nodes 0,15,63 --context 4096
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
+from lines import Report
 
 if TYPE_CHECKING:
-    from kernel_cases import Case
+    from kernel_cases import Bench, Case
 
 
 @dataclass(frozen=True)
@@ -35,11 +41,16 @@ class Line:
     """One line of the result, in microseconds; None where a system does not run here."""
 
     name: str
-    floor: float
-    graph: float | None
-    call: float | None
-    twin: float
-    plain: float
+    rows: int
+    nodes: int
+    context: int
+    floor: float | None = None
+    graph: float | None = None
+    call: float | None = None
+    twin: float | None = None
+    plain: float | None = None
+    bits: bool | None = None
+    ran: str = ""
 
 
 def bandwidth(device: torch.device, rounds: int) -> float:
@@ -95,45 +106,42 @@ def _as_graph(work: Callable[[], Any]) -> Callable[[], Any]:
     return graph.replay
 
 
-def measure(case: Case, device: torch.device, per_microsecond: float, rounds: int) -> Line:
+def on_backend(name: str) -> Any:
+    """Run Triton's kernels, or their twins, inside."""
+    return patch.dict(os.environ, LOOKAHEAD_HF_BACKEND=name)
+
+
+def timed(bench: Bench, case: Case, *names: str) -> dict[str, float]:
+    """Microseconds of a call of each function of a case, with other inputs each time.
+
+    `graph` is `ours` replayed as a CUDA graph, and `call` is `ours` itself.
+    """
+    functions = {"call": case.ours, "graph": case.ours, "plain": case.plain}
+    functions["twin"] = case.fallback or case.ours
+    found = {}
+    for name in names:
+        work: Any = partial(_all_copies, functions[name], case.copies)
+        work = _as_graph(work) if name == "graph" else work
+        found[name] = microseconds(work, bench.device, bench.options.rounds) / case.copies
+    return found
+
+
+def _all_copies(work: Callable[[int], Any], copies: int) -> None:
+    for copy in range(copies):
+        work(copy)
+
+
+def measure(bench: Bench, kind: str, per_microsecond: float) -> dict[str, Any]:
     """Time one case: the kernel where Triton runs, its twin, and the plain version."""
-
-    def all_of(work: Callable[[int], Any]) -> Callable[[], None]:
-        def run() -> None:
-            for copy in range(case.copies):
-                work(copy)
-
-        return run
-
-    def one(work: Callable[[], Any]) -> float:
-        return microseconds(work, device, rounds) / case.copies
-
-    call = graph = None
-    if device.type == "cuda":
-        os.environ["LOOKAHEAD_HF_BACKEND"] = "triton"
-        call, graph = one(all_of(case.ours)), one(_as_graph(all_of(case.ours)))
-    os.environ["LOOKAHEAD_HF_BACKEND"] = "torch"
-    floor = case.num_bytes / per_microsecond
-    twin, plain = one(all_of(case.fallback or case.ours)), one(all_of(case.plain))
-    return Line(case.name, floor, graph, call, twin, plain)
-
-
-def plot(lines: list[Line], path: Path) -> None:
-    """Bars of every case's times, on a logarithmic scale."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
-    systems = [s for s in ("floor", "graph", "call", "twin", "plain") if getattr(lines[0], s)]
-    for place, system in enumerate(systems):
-        at = [index + 0.8 * (place + 0.5) / len(systems) - 0.4 for index in range(len(lines))]
-        axis.bar(at, [getattr(line, system) for line in lines], 0.8 / len(systems), label=system)
-    axis.set(yscale="log", ylabel="microseconds")
-    axis.set_xticks(range(len(lines)), [line.name for line in lines], rotation=15)
-    axis.legend()
-    figure.savefig(path)
+    case, on_gpu = getattr(bench, kind)(), bench.device.type == "cuda"
+    found = {"name": case.name, "floor": case.num_bytes / per_microsecond, "ran": "twin"}
+    if on_gpu or os.environ.get("TRITON_INTERPRET") == "1":
+        with on_backend("triton"):
+            found["bits"] = case.bits and case.bits()
+            if on_gpu:
+                found |= timed(bench, case, "call", "graph") | {"ran": "kernel and twin"}
+    with on_backend("torch"):
+        return found | timed(bench, case, "twin", "plain")
 
 
 def arguments() -> argparse.Namespace:
@@ -144,26 +152,32 @@ def arguments() -> argparse.Namespace:
     cuda = torch.cuda.is_available()
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
-    numbers = {"rows": 1, "nodes": 63, "vocab": 151936, "context": 32768 if cuda else 2048}
-    numbers |= {"layers": 32, "heads": 32, "kv-heads": 8, "head-dim": 128, "top-k": 48}
-    numbers |= {"rounds": 20}
-    for name, default in numbers.items():
+    for name, default in {"rows": 1, "nodes": 63, "context": 32768 if cuda else 2048}.items():
+        parser.add_argument(f"--{name}", type=numbers, default=[default])
+    sizes = {"vocab": 151936, "layers": 32, "heads": 32, "kv-heads": 8, "head-dim": 128}
+    for name, default in (sizes | {"top-k": 48, "rounds": 20}).items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--rotate", type=int, help="MB of inputs (default: on a GPU 3 x its L2)")
     parser.add_argument("--threads", type=int, help="threads of torch on a CPU")
-    parser.add_argument("--only", default="", help="only kernels whose name contains this")
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
-    parser.add_argument("--plot", type=Path, help="also write a figure (needs matplotlib)")
+    parser.add_argument("--only", type=lambda text: text.split(","), help="functions of `Bench`")
+    parser.add_argument("--sweep", action="store_true", help="kernels by their settings instead")
+    parser.add_argument("--json", type=Path, help="also write the lines to this file, as they come")
     options = parser.parse_args()
-    if options.nodes not in range(1, 64):
-        parser.error(f"--nodes is {options.nodes}: tree_attention takes 1 to 63 drafted nodes")
+    if not {*options.nodes} <= {*range(64)}:
+        parser.error(f"--nodes is {options.nodes}: tree_attention takes up to 63 drafted nodes")
     return options
 
 
+def numbers(text: str) -> list[int]:
+    """Numbers between commas."""
+    return [int(part) for part in text.split(",")]
+
+
 def main() -> None:
-    """Measure, print a table, write the files."""
+    """Measure, print a table, write the file."""
     # Not above: transformers, which it imports, tries to import a package of this file's name.
-    from kernel_cases import Bench
+    from kernel_cases import KINDS, Bench
+    from sweep import sweep
 
     options = arguments()
     if options.threads:
@@ -171,24 +185,18 @@ def main() -> None:
     torch.manual_seed(0)
     device = torch.device(options.device)
     per_microsecond = bandwidth(device, options.rounds)
-    print(f"{options.dtype}, {device}, {per_microsecond / 1e3:.1f} GB/s; microseconds per call")
-    print(f"{'':36}{'floor':>10}{'graph':>10}{'call':>10}{'twin':>10}{'plain':>10}")
-    lines = []
-    for case in Bench(options, rotated(device, options.rotate)).cases():
-        if options.only not in case.name:
+    about = {name: str(value) for name, value in vars(options).items()}
+    report = Report(options.json, **about, gigabytes_per_second=per_microsecond / 1e3)
+    for rows, nodes, context in product(options.rows, options.nodes, options.context):
+        place = {"rows": rows, "nodes": nodes, "context": context}
+        of_place = argparse.Namespace(**(vars(options) | place))
+        bench = Bench(of_place, rotated(device, options.rotate))
+        if options.sweep:
+            sweep(report, bench, Line("", **place))
             continue
-        line = measure(case, device, per_microsecond, options.rounds)
-        lines.append(line)
-        times = line.floor, line.graph, line.call, line.twin, line.plain
-        shown = ["-" if value is None else f"{value:.1f}" for value in times]
-        print(f"{line.name:36}" + "".join(f"{text:>10}" for text in shown), flush=True)
-    if options.json:
-        given = {name: str(value) for name, value in vars(options).items()}
-        report = {"options": given, "gigabytes_per_second": per_microsecond / 1e3}
-        report |= {"torch": torch.__version__, "lines": [asdict(line) for line in lines]}
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    if options.plot and lines:
-        plot(lines, options.plot)
+        for kind in options.only or KINDS:
+            report.add(Line(kind, **place), partial(measure, bench, kind, per_microsecond))
+    report.end(may_fail=options.sweep)
 
 
 if __name__ == "__main__":

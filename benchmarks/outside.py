@@ -5,25 +5,26 @@ call drafts up to `--nodes` tokens in every step. `step` is the time of a step, 
 in which the device runs the replayed graph (on a CPU, the time of the forward), `outside` the rest,
 all in microseconds. Of `--rounds` calls, the one with the least `outside` counts.
 
-    python benchmarks/outside.py --json outside.json --plot outside.svg
+    python benchmarks/outside.py --json outside.json
     python benchmarks/outside.py --shapes 0.1B --dtype float32 --new-tokens 64
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from kernels import wait
-from step import load, shapes_parser
+from lines import Report
+from step import counted, load, said, shapes_parser
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
@@ -36,12 +37,12 @@ class Line:
     """A step of one shape, in microseconds."""
 
     shape: str
-    execution: str | None
-    steps: int
-    tokens_per_step: float
-    step: float
-    forward: float
-    outside: float
+    steps: int | None = None
+    tokens_per_step: float | None = None
+    step: float | None = None
+    forward: float | None = None
+    outside: float | None = None
+    ran: str = ""
 
 
 @contextmanager
@@ -71,14 +72,14 @@ def timed_forwards(on_device: bool) -> Iterator[list[Callable[[], float]]]:
         yield spans
 
 
-def measure(model: Any, shape: str, options: argparse.Namespace) -> Line:
+def measure(model: Any, options: argparse.Namespace) -> dict[str, Any]:
     """Return the call with the least time outside its forwards; the first only captures."""
     ids = torch.randint(3, model.config.vocab_size, (1, options.context), device=model.device)
     call = {"max_new_tokens": options.new_tokens, "do_sample": False, "pad_token_id": 0}
     model.generation_config.eos_token_id = None
     config = SpeculativeConfig(budget=options.nodes)
-    lines = []
-    with lookahead_hf.enabled(model):
+    lines: list[dict[str, Any]] = []
+    with lookahead_hf.enabled(model), counted() as asked:
         lookahead_hf.warm_up(model, seconds=None)
         for _ in range(1 + options.rounds):
             with timed_forwards(model.device.type == "cuda") as spans:
@@ -90,60 +91,26 @@ def measure(model: Any, shape: str, options: argparse.Namespace) -> Line:
             took = stats.draft_ms + stats.forward_ms + stats.verify_ms + stats.commit_ms
             step = took * 1e3 / stats.num_steps
             forward = sum(span() for span in spans) / len(spans)
-            place = shape, stats.execution, stats.num_steps, stats.tokens_per_step
-            lines.append(Line(*place, step, forward, step - forward))
-    return min(lines[1:], key=lambda line: line.outside)
+            line = {"steps": stats.num_steps, "tokens_per_step": stats.tokens_per_step}
+            line |= {"step": step, "forward": forward, "outside": step - forward}
+            lines.append(line | {"ran": said(stats.execution, asked, model.device)})
+    return min(lines[1:], key=lambda line: line["outside"])
 
 
-def plot(lines: list[Line], path: Path) -> None:
-    """Plot a bar per shape: the forward, and on top of it what is outside."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(6, 3.5), layout="constrained")
-    names, forwards = [line.shape for line in lines], [line.forward for line in lines]
-    axis.bar(names, forwards, label="forward")
-    axis.bar(names, [line.outside for line in lines], bottom=forwards, label="outside")
-    axis.set_ylabel("microseconds per step")
-    axis.legend()
-    figure.savefig(path)
-
-
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Read the command line."""
+def main(argv: list[str] | None = None) -> None:
+    """Measure, print a table, write the file."""
     parser = shapes_parser(__doc__, ["0.1B", "1B"] if torch.cuda.is_available() else ["0.1B"])
     numbers = {"nodes": 15, "context": 512, "new-tokens": 256, "rounds": 3}
     for name, number in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=number)
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
-    parser.add_argument("--plot", type=Path, help="also write a figure (needs matplotlib)")
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Measure, print a table, write the files."""
-    options = parse_arguments(argv)
+    options = parser.parse_args(argv)
     torch.manual_seed(0)
     device, dtype = torch.device(options.device), getattr(torch, options.dtype)
-    print("| shape | steps are | steps | tokens per step | step | forward | outside |")
-    print("|---|---|---|---|---|---|---|")
-    lines: list[Line] = []
+    report = Report(options.json, device=options.device, dtype=options.dtype)
     for shape in [Path(options.model).name] if options.model else options.shapes:
-        line = measure(load(shape, options.model, dtype, device), shape, options)
-        lines.append(line)
-        print(
-            f"| {line.shape} | {line.execution} | {line.steps} | {line.tokens_per_step:.2f} "
-            f"| {line.step:.0f} | {line.forward:.0f} | {line.outside:.0f} |",
-            flush=True,
-        )
-        if options.json:
-            about = {"device": str(device), "dtype": options.dtype, "torch": torch.__version__}
-            report = {"about": about, "lines": [asdict(each) for each in lines]}
-            options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    if options.plot:
-        plot(lines, options.plot)
+        model = load(shape, options.model, dtype, device)
+        report.add(Line(shape), partial(measure, model, options))
+    report.end()
 
 
 if __name__ == "__main__":

@@ -14,15 +14,14 @@ the contexts; `cold` calls are single calls after reading 64 MB of other memory,
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import torch
+from lines import Report
 from pool_drafting import NODES, Line, Looks, scans, timed, trees
 from pool_text import read_text
 
@@ -92,12 +91,6 @@ def measure(arguments: argparse.Namespace) -> Iterator[Line]:
         yield from scans(fresh, size, looks)
 
 
-def show(line: Line) -> str:
-    size = "" if line.size is None else f"{line.size:,}"
-    cold = "" if line.cold is None else f"{line.cold:10.1f}"
-    return f"{line.what:28}{size:>12}{line.best:10.2f}{line.median:10.2f}{cold:10}  {line.unit}"
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -107,15 +100,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="also write the lines to this file")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
-    print(f"{'':28}{'tokens':>12}{'best':>10}{'median':>10}{'cold':>10}")
-    lines = []
+    about = {"device": env.cpu_name(), "load_average": os.getloadavg()[0]}
+    report = Report(arguments.json, **(about | env.versions()))
     for line in measure(arguments):
-        print(show(line), flush=True)
-        lines.append(line)
-    if arguments.json:
-        about = {"device": env.cpu_name(), "load_average": os.getloadavg()[0], **env.versions()}
-        found = {"about": about, "lines": list(map(asdict, lines))}
-        arguments.json.write_text(json.dumps(found, indent=2))
+        report.add(line)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ tokens, and the result on the host. Systems:
 
     eager           transformers with a DynamicCache, a chain of nodes as in assisted decoding
     eager no cudnn  the same without cuDNN's attention, on a GPU
-    static          transformers' compiled forward over a StaticCache, without nodes, on a GPU
     ours            our cache, masks, walk and compaction, one operation after the other
     ours graphs     the same replayed as a CUDA graph
     ours compiled   the same with layers that compiled kernels compute, on a CPU
@@ -13,31 +12,35 @@ tokens, and the result on the host. Systems:
 `floor` is the time to read the weights once, but for an embedding that is no head, by the bandwidth
 of a large copy in the same run. The context of transformers' eager steps grows by a token from
 round to round, as in a text: cuDNN plans anew for every length. Times are the fastest of
-`--rounds`, in milliseconds. On a CPU `twins` is what verify_tree and compact_path take of our step,
-timed by themselves.
+`--rounds`, in milliseconds. `ran` says whether steps were replayed, or why not, whose attention it
+was, and whether Triton's kernels or their twins verified.
 
-    python benchmarks/step.py --json step.json --plot step.svg
+    python benchmarks/step.py --json step.json
     python benchmarks/step.py --shapes 0.1B --nodes 0,8,32 --context 1500 --dtype float32
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
-from kernels import bandwidth, microseconds
-from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from kernels import bandwidth, numbers
+from lines import Report
+from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from lookahead_hf import kernels
+from lookahead_hf.block import tree_attention
 from lookahead_hf.call import admission, execution
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.engines.cpu.layers import CompiledSteps
@@ -69,11 +72,9 @@ class Line:
     rows: int
     context: int
     nodes: int
-    milliseconds: float
     floor: float
-    twins: float | None = (
-        None  # milliseconds of it that verify_tree and compact_path take, on a CPU
-    )
+    milliseconds: float | None = None
+    ran: str = ""
 
 
 def load(
@@ -116,6 +117,25 @@ def cudnn(enabled: bool) -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
+@contextmanager
+def counted() -> Iterator[list[Any]]:
+    """Yield a list with an entry for each attention that our kernel has been asked for."""
+    attend, asked = tree_attention.attend, []
+
+    def noting(*given: Any) -> torch.Tensor:
+        asked.append(given[0].lengths.shape)
+        return attend(*given)
+
+    with patch.object(tree_attention, "attend", noting):
+        yield asked
+
+
+def said(how: str | None, asked: list[Any], device: torch.device) -> str:
+    """What ran: how steps were run, whose attention it was, and what verified."""
+    whose = "our attention" if asked else "torch's attention"
+    return f"{how or execution.MODEL}, {whose}, {kernels.backend(device)}"
+
+
 def fastest(step: Callable[[int], Any], rounds: int) -> float:
     """Milliseconds; every step ends with its result on the host."""
     step(0), step(1)
@@ -135,7 +155,7 @@ class Bench:
         vocab = model.config.vocab_size
         self.prompt = torch.randint(vocab, (rows, context), device=model.device)
 
-    def eager(self, nodes: int) -> float:
+    def eager(self, nodes: int) -> dict[str, Any]:
         """Transformers with its growing cache."""
         cache = DynamicCache(config=self.model.config)
         self.model(self.prompt, **{GENERATE_CACHE: cache}, logits_to_keep=1)
@@ -146,31 +166,14 @@ class Bench:
             if nodes:
                 cache.crop(-nodes)
 
-        return fastest(step, self.rounds)
+        return {"milliseconds": fastest(step, self.rounds), "ran": "eager"}
 
-    def static(self) -> float:
-        """Transformers' compiled decoding step."""
-        slots = self.context + self.rounds + 3
-        cache = StaticCache(config=self.model.config, max_cache_len=slots)
-        self.model(self.prompt, **{GENERATE_CACHE: cache}, logits_to_keep=1)
-        compiled = torch.compile(self.model.forward, mode="reduce-overhead", fullgraph=True)
-        token = self.prompt[:, :1].clone()
-
-        def step(index: int) -> None:
-            positions = torch.full_like(token, self.context + index)
-            outputs = compiled(token, **{GENERATE_CACHE: cache}, position_ids=positions)
-            outputs.logits.argmax().tolist()
-
-        return fastest(step, self.rounds)
-
-    def ours(
-        self, nodes: int, cuda_graphs: bool = False, compiled: bool = False
-    ) -> tuple[float, float | None]:
-        """Our step; and on a CPU what the twins take of it."""
-        with self.stepping(nodes, cuda_graphs, compiled) as step:
-            whole = fastest(lambda _: step(), self.rounds)
-            work = getattr(step, "__self__", None)
-            return whole, work.twins(self.rounds) if isinstance(work, _Host) else None
+    def ours(self, nodes: int, cuda_graphs: bool = False, compiled: bool = False) -> dict[str, Any]:
+        """Our step."""
+        with counted() as asked, self.stepping(nodes, cuda_graphs, compiled) as work:
+            whole, target = fastest(lambda _: work.step(), self.rounds), work.target
+            ran = said(target.execution, asked, self.model.device)
+        return {"milliseconds": whole, "ran": ran}
 
     @contextmanager
     def stepping(
@@ -179,8 +182,8 @@ class Bench:
         cuda_graphs: bool = False,
         compiled: bool = False,
         on_device: bool | None = None,
-    ) -> Iterator[Callable[[], None]]:
-        """Yield a function that runs our step and waits for it.
+    ) -> Iterator[_OnDevice | _OnHost]:
+        """Yield our step, which runs and waits for its result.
 
         The device verifies the step on a GPU, or by `on_device`, which a CPU can stand for.
         """
@@ -199,9 +202,9 @@ class Bench:
             try:
                 if on_device:
                     texts.end(np.ones(self.rows, bool))  # so that steps keep nothing
-                    yield lambda: _on_device(target, texts, draft)
+                    yield _OnDevice(target, texts, draft)
                 else:
-                    yield _Host(target, texts, draft).step
+                    yield _OnHost(target, texts, draft)
             finally:
                 target.end()
 
@@ -217,13 +220,21 @@ class Bench:
         return DraftTree.from_rows([(chain, list(range(-1, nodes - 1)))] * self.rows)
 
 
-def _on_device(target: CudaRunner, texts: Rows, draft: DraftTree) -> None:
-    step = target.launch(texts, draft)
-    assert isinstance(step, DeviceOutputs)
-    step.walk.take()
+@dataclass
+class _OnDevice:
+    """A step that the device verifies."""
+
+    target: CudaRunner
+    texts: Rows
+    draft: DraftTree
+
+    def step(self) -> None:
+        step = self.target.launch(self.texts, self.draft)
+        assert isinstance(step, DeviceOutputs)
+        step.walk.take()
 
 
-class _Host:
+class _OnHost:
     """A step that is verified and compacted on the CPU."""
 
     def __init__(self, target: Runner, texts: Rows, draft: DraftTree) -> None:
@@ -241,23 +252,12 @@ class _Host:
 
     def step(self) -> None:
         inputs = self.target.layout(self.texts, self.draft)
-        self.logits = self.target.forward(inputs).logits
-        self.verify()
-        self.compact()
-
-    def verify(self) -> None:
-        kernels.verify_tree(self.logits, self.tokens, self.parents, self.num_nodes)
-
-    def compact(self) -> None:
+        logits = self.target.forward(inputs).logits
+        kernels.verify_tree(logits, self.tokens, self.parents, self.num_nodes)
         assert self.target.cache is not None
         for group in self.target.cache.slots.each_group():
             path = self.path.numpy(), self.kept.numpy()
             kernels.compact_on_host(group.path_table, group.lengths, *path)
-
-    def twins(self, rounds: int) -> float:
-        """Milliseconds of both."""
-        device = torch.device("cpu")
-        return sum(microseconds(w, device, rounds) for w in (self.verify, self.compact)) / 1e3
 
 
 def bytes_read(model: Any) -> int:
@@ -269,60 +269,25 @@ def bytes_read(model: Any) -> int:
     return sum(weights.values())
 
 
-def measure(model: Any, shape: str, floor: float, options: argparse.Namespace) -> Iterator[Line]:
-    """All lines of one model."""
+def measure(report: Report, model: Any, place: Line, options: argparse.Namespace) -> None:
+    """Add all lines of one model."""
     cuda = model.device.type == "cuda"
     admission.admit(model, admission.Purpose.WARM_UP)  # decides how recurrent layers run blocks
-    for rows in options.batch:
-        for context in options.context:
-            bench = Bench(model, rows, context, options.rounds)
-            if cuda and options.compiled and rows == options.batch[0]:
-                yield Line(shape, "static", rows, context, 0, bench.static(), floor)
-            for nodes in options.nodes:
-                place = rows, context, nodes
-                rolls_back = not (nodes and facts_of(model).mixers)
-                if rolls_back:
-                    with cudnn(True):
-                        yield Line(shape, "eager", *place, bench.eager(nodes), floor)
-                if cuda and rolls_back:
-                    with cudnn(False):
-                        yield Line(shape, "eager no cudnn", *place, bench.eager(nodes), floor)
-                step, twins = bench.ours(nodes)
-                yield Line(shape, "ours", *place, step, floor, twins)
-                if cuda:
-                    step, _ = bench.ours(nodes, cuda_graphs=True)
-                    yield Line(shape, "ours graphs", *place, step, floor)
-                else:
-                    step, twins = bench.ours(nodes, compiled=True)
-                    yield Line(shape, "ours compiled", *place, step, floor, twins)
-            state_of(model).free()
-
-
-def plot(lines: list[Line], path: Path) -> None:
-    """Milliseconds by nodes: a row of axes per shape, a column per batch and context."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    shapes = list(dict.fromkeys(line.shape for line in lines))
-    places = list(dict.fromkeys((line.rows, line.context) for line in lines))
-    size = 3.4 * len(places), 2.8 * len(shapes) + 0.6
-    figure, axes = pyplot.subplots(
-        len(shapes), len(places), figsize=size, squeeze=False, layout="constrained"
-    )
-    for shape, of_shape in zip(shapes, axes, strict=True):
-        for (rows, context), axis in zip(places, of_shape, strict=True):
-            own = [li for li in lines if (li.shape, li.rows, li.context) == (shape, rows, context)]
-            for system in dict.fromkeys(line.system for line in lines):
-                points = [(li.nodes, li.milliseconds) for li in own if li.system == system]
-                axis.plot(*zip(*points, strict=True) if points else ([], []), "o-", label=system)
-            if own:
-                axis.axhline(own[0].floor, color="black", linewidth=0.8, label="weights")
-            axis.set(title=f"{shape}, {rows} x {context}", xlabel="nodes", ylim=(0, None))
-        of_shape[0].set_ylabel("ms per step")
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=6)
-    figure.savefig(path)
+    best = {"cuda_graphs": True} if cuda else {"compiled": True}
+    for rows, context in product(options.batch, options.context):
+        bench = Bench(model, rows, context, options.rounds)
+        place = replace(place, rows=rows, context=context)
+        for nodes in options.nodes:
+            line = replace(place, nodes=nodes)
+            if not (nodes and facts_of(model).mixers):  # which cannot be rolled back
+                for enabled in (True, False) if cuda else (True,):
+                    name = "eager" if enabled else "eager no cudnn"
+                    with cudnn(enabled):
+                        report.add(replace(line, system=name), partial(bench.eager, nodes))
+            report.add(replace(line, system="ours"), partial(bench.ours, nodes))
+            line = replace(line, system="ours graphs" if cuda else "ours compiled")
+            report.add(line, partial(bench.ours, nodes, **best))
+        state_of(model).free()
 
 
 def shapes_parser(description: str | None, shapes: list[str]) -> argparse.ArgumentParser:
@@ -334,6 +299,7 @@ def shapes_parser(description: str | None, shapes: list[str]) -> argparse.Argume
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--shapes", type=_known_shapes, default=shapes)
     parser.add_argument("--model", help="a folder, in place of random weights")
+    parser.add_argument("--json", type=Path, help="also write the lines to this file, as they come")
     return parser
 
 
@@ -352,18 +318,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     cuda = torch.cuda.is_available()
     parser = shapes_parser(__doc__, ["0.1B", "1B", "8B"] if cuda else ["0.1B"])
 
-    def numbers(text: str) -> list[int]:
-        return [int(part) for part in text.split(",")]
-
     parser.add_argument("--model-type", default="llama", help="as in transformers; sizes as shapes")
     parser.add_argument("--nodes", type=numbers, default=[0, 7, 15, 31, 63])
     parser.add_argument("--batch", type=numbers, default=[1, 8] if cuda else [1])
     parser.add_argument("--context", type=numbers, default=[512, 4096] if cuda else [512])
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--no-compiled", dest="compiled", action="store_false")
     parser.add_argument("--threads", type=int, help="torch's threads")
-    parser.add_argument("--json", type=Path, help="write the lines there, as they come")
-    parser.add_argument("--plot", type=Path, help="write a figure there (needs matplotlib)")
     options = parser.parse_args(argv)
     if max(options.nodes) + options.rounds + 3 > min(options.context):
         parser.error("--context is shorter than nodes and rounds: take a longer one")
@@ -379,29 +339,14 @@ def main(argv: list[str] | None = None) -> None:
     torch.manual_seed(0)
     device, dtype = torch.device(options.device), getattr(torch, options.dtype)
     per_microsecond = bandwidth(device, options.rounds)
-    about = {"device": str(device), "dtype": options.dtype, "torch": torch.__version__}
-    about["gigabytes_per_second"] = per_microsecond / 1e3
-    lines: list[Line] = []
-    print("| shape | batch | context | nodes | system | ms | floor | twins |")
-    print("|---|---|---|---|---|---|---|---|")
-    with suppress(KeyboardInterrupt):  # what there is by then is plotted
-        for shape in [Path(options.model).name] if options.model else options.shapes:
-            model = load(shape, options.model, dtype, device, options.model_type)
-            floor = bytes_read(model) / per_microsecond / 1e3
-            for line in measure(model, shape, floor, options):
-                lines.append(line)
-                twins = "" if line.twins is None else f"{line.twins:.2f}"
-                print(
-                    f"| {line.shape} | {line.rows} | {line.context} | {line.nodes} | {line.system} "
-                    f"| {line.milliseconds:.2f} | {line.floor:.2f} | {twins} |",
-                    flush=True,
-                )
-                if options.json:
-                    report = {"about": about, "lines": [asdict(each) for each in lines]}
-                    options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-            del model
-    if options.plot and lines:
-        plot(lines, options.plot)
+    about = {"device": str(device), "dtype": options.dtype}
+    report = Report(options.json, **about, gigabytes_per_second=per_microsecond / 1e3)
+    for shape in [Path(options.model).name] if options.model else options.shapes:
+        model = load(shape, options.model, dtype, device, options.model_type)
+        floor = bytes_read(model) / per_microsecond / 1e3
+        measure(report, model, Line(shape, "", 0, 0, 0, floor), options)
+        del model
+    report.end()
 
 
 if __name__ == "__main__":

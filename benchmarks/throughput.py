@@ -7,14 +7,13 @@ Two settings:
              plain static batches of as many prompts as there are slots, in the queue's order;
              transformers' `generate_batch`; ours without drafts; ours
 
-Ours in a queue is `generate_batch` with `speculative=` and is left out where the installed library
-does not have it. Each system runs the same prompts in turn, round after round, and the round of
-median speed counts; a system's tokens/s is all its tokens by all its seconds, prefill included.
-Padding is the share of the tokens fed that are neither of a prompt, nor a text's last token, nor a
-draft token. Forwards and tokens fed are counted on a CPU only: a hook would keep a GPU from
-replaying graphs.
+Ours in a queue is `generate_batch` with `speculative=`. Each system runs the same prompts in turn,
+round after round, and the round of median speed counts; a system's tokens/s is all its tokens by
+all its seconds, prefill included. Padding is the share of the tokens fed that are neither of a
+prompt, nor a text's last token, nor a draft token. Forwards and tokens fed are counted on a CPU
+only: a hook would keep a GPU from replaying graphs.
 
-    python benchmarks/throughput.py --dtype bfloat16 --json throughput.json --plot throughput.svg
+    python benchmarks/throughput.py --dtype bfloat16 --json throughput.json
     python benchmarks/throughput.py --families code,rag --static 4 --slots 4 --prompts 16 --rounds 1
 """
 
@@ -22,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import inspect
 import itertools
 import json
 import random
@@ -139,12 +137,12 @@ class Systems:
         """The systems of a setting by name."""
         if setting == "static":
             return {PLAIN: self._plain, OURS: lambda work: self._static(work, True)}
-        known = {PLAIN: self._plain, THEIRS: lambda work: self._queue(work)}
-        if takes_speculative(self._model):
-            budget_0 = SpeculativeConfig(budget=0)
-            known[NO_DRAFTS] = lambda work: self._queue(work, speculative=budget_0)
-            known[OURS] = lambda work: self._queue(work, speculative=True)
-        return known
+        return {
+            PLAIN: self._plain,
+            THEIRS: lambda work: self._queue(work),
+            NO_DRAFTS: lambda work: self._queue(work, speculative=SpeculativeConfig(budget=0)),
+            OURS: lambda work: self._queue(work, speculative=True),
+        }
 
     def _plain(self, work: Work) -> tuple[list[Any], int]:
         return self._static(work, None)
@@ -190,11 +188,6 @@ class Systems:
             stats = getattr(output, "speculative_stats", None)
             useful += len(text) - 1 if stats is None else stats.row_steps + stats.num_drafted
         return texts, useful
-
-
-def takes_speculative(model: Any) -> bool:
-    """Whether the model's `generate_batch` is the library's, not transformers' own method."""
-    return not inspect.ismethod(model.generate_batch)
 
 
 @contextmanager
@@ -316,29 +309,6 @@ def print_lines(lines: Sequence[Line]) -> None:
         )
 
 
-def plot(lines: Sequence[Line], path: Path) -> None:
-    """Speed against plain static batches, of all families together and of the queues."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    chosen = [line for line in lines if line.family in ("all", "mixed")]
-    places = list(dict.fromkeys((line.setting, line.size) for line in chosen))
-    names = list(dict.fromkeys(line.system for line in chosen))
-    figure, axis = pyplot.subplots(figsize=(9, 4), layout="constrained")
-    for number, name in enumerate(names):
-        own = [line for line in chosen if line.system == name]
-        at = [places.index((line.setting, line.size)) for line in own]
-        left = [place + 0.8 * (number + 0.5) / len(names) - 0.4 for place in at]
-        axis.bar(left, [line.ratio for line in own], 0.8 / len(names), label=name)
-    axis.axhline(1.0, color="black", linewidth=0.8)
-    axis.set_ylabel("tokens per second (plain static batches = 1)")
-    axis.set_xticks(range(len(places)), [f"{setting}, {size}" for setting, size in places])
-    figure.legend(loc="outside upper center", ncols=len(names))
-    figure.savefig(path)
-
-
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
 
@@ -355,7 +325,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=common.positive, default=3)
     parser.add_argument("--threads", type=int, help="torch's threads")
     parser.add_argument("--json", type=Path, help="write the lines there")
-    parser.add_argument("--plot", type=Path, help="write a figure there (needs matplotlib)")
     return parser.parse_args(argv)
 
 
@@ -368,8 +337,6 @@ def main(argv: list[str] | None = None) -> None:
     for size in {work.size for work in works}:
         longest = max(len(prompt) for work in works for prompt in work.prompts)
         lookahead_hf.warm_up(model, batch_size=size, context_length=longest, seconds=None)
-    if not takes_speculative(model):
-        print("ours in a queue is left out: generate_batch takes no speculative=", file=sys.stderr)
     about = machine(model) | {"command": " ".join(sys.argv[1:])}
     lines = measure(model, Systems(model, tokenizer, arguments.new_tokens), works, arguments.rounds)
     lines += totals(lines)
@@ -378,8 +345,6 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.json:
         content = {"about": about, "lines": [asdict(line) for line in lines]}
         arguments.json.write_text(json.dumps(content, indent=1) + "\n")
-    if arguments.plot:
-        plot(lines, arguments.plot)
 
 
 if __name__ == "__main__":

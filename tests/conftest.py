@@ -58,14 +58,19 @@ def fixed_seed() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def compiled() -> None:
-    """No call decodes plainly because another process still compiles."""
+def compiled(request: pytest.FixtureRequest) -> None:
+    """No call decodes plainly because another process still compiles.
+
+    Tests of a GPU alone need no kernels for a CPU, which take 46 seconds of one core.
+    """
     import lookahead_hf.drafting.registry  # noqa: F401 (says what there is to compile)
     import lookahead_hf.engines.cpu.layers  # noqa: F401 (the same)
     from lookahead_hf.ngram_pool import compilation
 
     if importlib.util.find_spec("numba"):
-        compilation.wait([*compilation.GROUPS.values()])
+        on_gpu = request.config.getoption("markexpr") == "gpu"
+        groups = [compilation.drafting] if on_gpu else compilation.GROUPS.values()
+        compilation.wait([*groups])
 
 
 @pytest.fixture(scope="module")

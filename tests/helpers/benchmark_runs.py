@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.helpers import models
 
 ROOT = Path(__file__).parents[2]
@@ -38,14 +36,10 @@ def run_program(name: str, folder: Path, options: str) -> list[dict[str, Any]]:
 
 
 def lines_of(name: str, folder: Path, options: str) -> list[dict[str, Any]]:
-    """Run a program on a tiny model, check that it draws its figure, and return its lines.
+    """Run a program on a tiny model and return its lines.
 
     `options` are its own, beside those for model, device, dtype, rounds and files.
     """
-    pytest.importorskip("matplotlib")
     models.tiny("llama").save_pretrained(folder / "tiny")
-    figure = folder / f"{name}.svg"
-    shared = f"--model {folder / 'tiny'} --device cpu --dtype float32 --rounds 1 --plot {figure}"
-    lines = run_program(name, folder, f"{shared} {options}")
-    assert "<svg" in figure.read_text()
-    return lines
+    shared = f"--model {folder / 'tiny'} --device cpu --dtype float32 --rounds 1"
+    return run_program(name, folder, f"{shared} {options}")

@@ -5,17 +5,21 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+import triton
 
 from lookahead_hf.engines.cuda import graphs
 from tests.helpers.ahead_of_time import CASES, WIDTHS
 from tests.helpers.processes import run
+
+TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 
 MOST_REGISTERS = {
     "tile_best": 96,
     "walk": 192,
     "reject": 144,
     "topk": 128,
-    "compact_path": 176,
+    # Triton 3.6 takes 194. With either number, two programs of its four warps share 65,536.
+    "compact_path": 176 if TRITON >= (3, 9) else 208,
     "prefix": 256,
     "node": 256,
 }

@@ -115,9 +115,11 @@ def has_stock_masks(name: str) -> bool:
 
 
 def has_only_flash_beside_eager(model: nn.Module) -> bool:
-    """Return whether a model declares eager and flash attention, but not sdpa."""
-    supports = getattr(model, "_supports_sdpa", True), getattr(model, "_supports_flash_attn", False)
-    return supports == (False, True)
+    """Return whether a model has eager and flash attention, but not sdpa with all that they do."""
+    caps = getattr(text_config(model), "attn_logit_softcapping", None)  # which sdpa looks past
+    return bool(getattr(model, "_supports_flash_attn", False)) and (
+        caps is not None or not getattr(model, "_supports_sdpa", True)
+    )
 
 
 def register_attention(name: str, function: Any, like: str) -> None:
@@ -170,10 +172,7 @@ def crossing_layers(model: nn.Module) -> Sequence[int]:
 
 
 def layer_masks(model: nn.Module) -> tuple[str | None, ...]:
-    """Return the name of each layer's mask, or one name if all layers take the same mask.
-
-    A layer that attends to a picture instead of the text has None.
-    """
+    """Return the name of each layer's mask, None if it attends to a picture, or the one of all."""
     config, kinds = text_config(model), mask_kinds(model)
     if crossing := crossing_layers(model):
         layers = range(config.num_hidden_layers)
