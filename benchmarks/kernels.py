@@ -7,13 +7,11 @@ from Python and `graph` the same work replayed as a CUDA graph. Every call takes
 three times the L2 cache has been read (`--rotate`), as a forward lies between two calls of a step.
 The twin of attention is attention under a mask, which a model falls back to; `bits` is whether the
 first token of a block has the bits that it has in a block of one. Times are the fastest of
-`--rounds`. `--sweep` times the kernels of attention's prefix and of `topk_rows` by their settings,
-of which those of today come first; one with other results, or without room, is a line that says so.
+`--rounds`.
 
     python benchmarks/kernels.py --json kernels.json
     python benchmarks/kernels.py --device cpu --dtype float32 --vocab 49152 --only verify_greedy
     python benchmarks/kernels.py --nodes 15,63 --context 512,32768 --rows 1,8 --only attention
-    python benchmarks/kernels.py --sweep --nodes 0,15,63 --context 4096
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -160,7 +158,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rotate", type=int, help="MB of inputs (default: on a GPU 3 x its L2)")
     parser.add_argument("--threads", type=int, help="threads of torch on a CPU")
     parser.add_argument("--only", type=lambda text: text.split(","), help="functions of `Bench`")
-    parser.add_argument("--sweep", action="store_true", help="kernels by their settings instead")
     parser.add_argument("--json", type=Path, help="also write the lines to this file, as they come")
     options = parser.parse_args()
     if not {*options.nodes} <= {*range(64)}:
@@ -173,11 +170,12 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def main() -> None:
-    """Measure, print a table, write the file."""
+def each_place(
+    measure: Callable[[Report, Bench, Line, float], None], may_fail: bool = False
+) -> None:
+    """Measure with the options of the command line, print a table, write the file."""
     # Not above: transformers, which it imports, tries to import a package of this file's name.
-    from kernel_cases import KINDS, Bench
-    from sweep import sweep
+    from kernel_cases import Bench
 
     options = arguments()
     if options.threads:
@@ -191,13 +189,16 @@ def main() -> None:
         place = {"rows": rows, "nodes": nodes, "context": context}
         of_place = argparse.Namespace(**(vars(options) | place))
         bench = Bench(of_place, rotated(device, options.rotate))
-        if options.sweep:
-            sweep(report, bench, Line("", **place))
-            continue
-        for kind in options.only or KINDS:
-            report.add(Line(kind, **place), partial(measure, bench, kind, per_microsecond))
-    report.end(may_fail=options.sweep)
+        measure(report, bench, Line("", **place), per_microsecond)
+    report.end(may_fail)
+
+
+def every_kind(report: Report, bench: Bench, line: Line, per_microsecond: float) -> None:
+    """Add a line for every kind of case."""
+    for kind in bench.options.only or bench.kinds:
+        work = partial(measure, bench, kind, per_microsecond)
+        report.add(replace(line, name=kind), work)
 
 
 if __name__ == "__main__":
-    main()
+    each_place(every_kind)

@@ -1,4 +1,9 @@
-"""Time attention's prefix and `topk_rows` by the settings of their kernels."""
+"""Time attention's prefix and `topk_rows` by the settings of their kernels.
+
+Those of today come first; one with other results, or without room, is a line that says so.
+
+    python benchmarks/sweep.py --nodes 0,15,63 --context 4096 --json sweep.json
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ from unittest.mock import patch
 
 import torch
 from kernel_cases import Bench, Case
-from kernels import Line, on_backend, timed
+from kernels import Line, each_place, on_backend, timed
 from lines import Report
 
 from lookahead_hf.kernels import attention, tiles, topk
@@ -30,7 +35,7 @@ SETTINGS: dict[str, list[dict[str, int]]] = {
 """What replaces the settings of today, by the function of `Bench` that makes the case."""
 
 
-def sweep(report: Report, bench: Bench, line: Line) -> None:
+def sweep(report: Report, bench: Bench, line: Line, _: float) -> None:
     """Add a line for every setting of every kernel, those of today first."""
     for kind in bench.options.only or SETTINGS:
         case = getattr(bench, kind)()
@@ -73,3 +78,7 @@ def tuned(kind: str, setting: dict[str, int]) -> Iterator[None]:
         patch.object(tiles, "PART", part),
     ):
         yield
+
+
+if __name__ == "__main__":
+    each_place(sweep, may_fail=True)

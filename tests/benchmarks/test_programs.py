@@ -44,8 +44,8 @@ def test_kernels(tmp_path: Path, rotate: int) -> None:
 
 def test_kernels_by_their_settings(tmp_path: Path) -> None:
     sizes = "--vocab 101 --heads 2 --kv-heads 1 --head-dim 16 --context 64 --top-k 4 --nodes 0"
-    options = f"--device cpu --dtype float32 --rounds 1 --sweep {sizes}"
-    lines = run_program("kernels", tmp_path, options)
+    options = f"--device cpu --dtype float32 --rounds 1 {sizes}"
+    lines = run_program("sweep", tmp_path, options)
     assert [line["name"].partition(" as it is")[1] for line in lines].count(" as it is") == 2
     assert len(lines) == 15 + 10 and all(line["call"] > 0 for line in lines)
 
