@@ -48,7 +48,7 @@ class Trials:
 
         Args:
             vocabulary: xgrammar's description of the tokenizer.
-            task: What `schemas.compile_task` takes.
+            task: What `compile_task` takes.
             is_over: Returns whether nobody waits any more.
             seconds: The longest time to compile.
 
@@ -128,11 +128,44 @@ trials = Trials()
 """The process of all servers of this process."""
 
 
+def compile_task(compiler: Any, task: Mapping[str, Any]) -> Any:
+    """Compile a JSON schema, or the task of `schemas.calling`, with xgrammar's compiler."""
+    if "schema" in task:
+        return compiler.compile_json_schema(task["schema"], any_whitespace=False)
+    return compiler.compile_grammar(_grammar(**task))
+
+
+def _grammar(
+    tools: Mapping[str, Any], markers: list[str], thinking: list[str] | None, thinks: bool
+) -> Any:
+    """Return xgrammar's grammar of one call, with the usual whitespace.
+
+    `thinks`: whether the prompt has begun the reasoning.
+    """
+    from xgrammar import Grammar
+
+    def exactly(text: str) -> Any:
+        return Grammar.from_ebnf(f"root ::= {json.dumps(text, ensure_ascii=False)}")
+
+    def call(name: str, schema: Any) -> Any:
+        head = f'{markers[0]}\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
+        parameters = Grammar.from_json_schema(json.dumps(schema), any_whitespace=False)
+        return Grammar.concat(exactly(head), parameters, exactly(f"}}\n{markers[1]}"))
+
+    each = [call(name, schema) for name, schema in tools.items()]
+    calls = each[0] if len(each) == 1 else Grammar.union(*each)
+    if thinking is None:
+        return calls
+    tag = {"type": "tag", "content": {"type": "any_text"}, "end": thinking[1]}
+    tag["begin"] = "" if thinks else thinking[0]
+    thoughts = Grammar.from_structural_tag(json.dumps({"type": "structural_tag", "format": tag}))
+    after = Grammar.concat(thoughts, Grammar.from_ebnf(r"root ::= [\n]*"), calls)
+    return after if thinks else Grammar.union(calls, after)
+
+
 def main() -> None:
     """Compile tasks, one per line of the input; the first line is the vocabulary."""
     import xgrammar
-
-    from lookahead_hf.tools.serving.schemas import compile_task
 
     info = xgrammar.TokenizerInfo.deserialize_json(json.loads(sys.stdin.readline()))
     print("null", flush=True)

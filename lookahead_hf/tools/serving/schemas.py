@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lookahead_hf.tools.serving.checks import shown
-from lookahead_hf.tools.serving.compiling import trials
+from lookahead_hf.tools.serving.compiling import compile_task, trials
 from lookahead_hf.tools.serving.fields import ServedRequest
 
 
@@ -81,13 +81,6 @@ def calling(tools: Mapping[str, Any], model: Any, tokenizer: Any, prompt: Any) -
     }
 
 
-def compile_task(compiler: Any, task: Mapping[str, Any]) -> Any:
-    """Compile a JSON schema, or what `calling` returns, with xgrammar's compiler."""
-    if "schema" in task:
-        return compiler.compile_json_schema(task["schema"], any_whitespace=False)
-    return compiler.compile_grammar(_grammar(**task))
-
-
 def _last(prompt: Any) -> list[int]:
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     ids = ids[0] if ids and isinstance(ids[0], list) else ids
@@ -113,34 +106,6 @@ def _markers(field: Mapping[str, Any]) -> tuple[str, str] | None:
     if not (is_json and is_whole and isinstance(begin, str) and isinstance(end, str)):
         return None
     return (begin, end) if not pattern or re.fullmatch(pattern, begin) else None
-
-
-def _grammar(
-    tools: Mapping[str, Any], markers: list[str], thinking: list[str] | None, thinks: bool
-) -> Any:
-    """Return xgrammar's grammar of one call, with the usual whitespace.
-
-    `thinks`: whether the prompt has begun the reasoning.
-    """
-    from xgrammar import Grammar
-
-    def exactly(text: str) -> Any:
-        return Grammar.from_ebnf(f"root ::= {json.dumps(text, ensure_ascii=False)}")
-
-    def call(name: str, schema: Any) -> Any:
-        head = f'{markers[0]}\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
-        parameters = Grammar.from_json_schema(json.dumps(schema), any_whitespace=False)
-        return Grammar.concat(exactly(head), parameters, exactly(f"}}\n{markers[1]}"))
-
-    each = [call(name, schema) for name, schema in tools.items()]
-    calls = each[0] if len(each) == 1 else Grammar.union(*each)
-    if thinking is None:
-        return calls
-    tag = {"type": "tag", "content": {"type": "any_text"}, "end": thinking[1]}
-    tag["begin"] = "" if thinks else thinking[0]
-    thoughts = Grammar.from_structural_tag(json.dumps({"type": "structural_tag", "format": tag}))
-    after = Grammar.concat(thoughts, Grammar.from_ebnf(r"root ::= [\n]*"), calls)
-    return after if thinks else Grammar.union(calls, after)
 
 
 _TEXT = ("input_ids", "attention_mask", "token_type_ids")
