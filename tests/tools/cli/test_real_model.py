@@ -78,5 +78,5 @@ def test_without_a_reader_the_message_names_the_extra(
     package: str, index: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(CommandError, match=rf"{package}(.|\n)*lookahead-hf\[demo\]"):
+    with pytest.raises(CommandError, match=rf"{package}(.|\n)*pip install '\.\[demo\]'"):
         real_model.ensure_demo_model()
