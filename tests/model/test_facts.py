@@ -83,7 +83,7 @@ def test_a_change_inside_the_model_counts_from_the_next_call_on(
     def noted(*_: Any) -> None:
         facts = facts_of(model)
         seen.append((facts.is_hooked, facts.devices))
-        raise lookahead_hf.fallback.Unserved(lookahead_hf.FallbackReason.MODEL, "for the test")
+        raise lookahead_hf.fallback.Unserved(lookahead_hf.FallbackReason.CACHE, "for the test")
 
     monkeypatch.setattr("lookahead_hf.call.admission._check_kind", noted)
     for _ in range(2):
