@@ -91,5 +91,5 @@ def test_what_is_kept_of_a_tokenizer_has_a_limit() -> None:
         assert own.encode(words) == list(words)
         assert len(own._encoded) <= 3
     structured.json_schema(SCHEMAS[0], grammars.tokenizer())
-    _, kept = structured._compilers[grammars.tokenizer()]
+    _, kept, _ = structured._compilers[grammars.tokenizer()]
     assert kept.cache_limit_bytes == structured._KEPT_BYTES

@@ -11,6 +11,7 @@ import torch
 from transformers.generation import logits_process as hf
 
 from lookahead_hf.logits import row_processors
+from lookahead_hf.logits.presence import PresencePenalty
 from lookahead_hf.logits.row_processors import RowProcessors
 
 ROWS, COLUMNS, VOCAB = 4, 14, 1009
@@ -42,6 +43,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "forced_eos": lambda: hf.ForcedEOSTokenLogitsProcessor(COLUMNS + 1, [2]),
     "decay": lambda: hf.ExponentialDecayLengthPenalty((2, 1.2), [2, 9], COLUMNS - 5),
     "suppress_at_begin": lambda: hf.SuppressTokensAtBeginLogitsProcessor([5, 6], COLUMNS),
+    "presence": lambda: PresencePenalty(0.7, 2),
     "repetition": lambda: hf.RepetitionPenaltyLogitsProcessor(1.3),
     "repetition_pads": lambda: hf.RepetitionPenaltyLogitsProcessor(1.3, torch.tensor([0, 3, 7, 1])),
     "repetition_cut": lambda: hf.RepetitionPenaltyLogitsProcessor(1.3, 4),
