@@ -119,10 +119,10 @@ class Running:
     def end(self) -> None:
         """End all threads; the requests were answered or given up."""
         for manager in self._managers:
-            queue = getattr(manager, "_cb", None)
+            queue = getattr(manager, compat.SERVERS_QUEUE, None)
             if queue is not None:
                 queue.stop(timeout=STOP_SECONDS, hard_stop=True)
-                manager._cb = None
+                setattr(manager, compat.SERVERS_QUEUE, None)
             elif hasattr(manager, "_thread"):
                 manager._thread.shutdown(wait=False, cancel_futures=True)
         self._compilers.shutdown(wait=False, cancel_futures=True)
@@ -143,7 +143,7 @@ class Running:
     def _new_queue(self, model: Any) -> Any:
         config = copy.deepcopy(model.generation_config)
         config.max_new_tokens = config.max_new_tokens or 1024  # each request brings its own
-        batching = self._state._cb_config
+        batching = getattr(self._state, compat.SERVERS_QUEUE_CONFIG)
         return model.init_continuous_batching(config, batching, speculative=self._config)
 
     def get_manager(self, *args: Any, **kwargs: Any) -> Any:
@@ -220,14 +220,14 @@ class Running:
         request = current.get()
         if request is not None:
             request.config = config
-        if manager._cb is not None:
+        if getattr(manager, compat.SERVERS_QUEUE) is not None:
             return
         queue = self._new_queue(model)
         queue.start()
         add, hear = queue.add_request, queue.register_result_handler
         queue.add_request = partial(self._add, model, queue, add)
         queue.register_result_handler = partial(_hear, hear)
-        manager._cb = queue
+        setattr(manager, compat.SERVERS_QUEUE, queue)
 
     def _add(
         self, model: Any, queue: Any, add: Callable[..., Any], input_ids: Any, **given: Any

@@ -23,6 +23,7 @@ from lookahead_hf.call.prepared import Request
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.fallback import TRANSFORMERS
 from lookahead_hf.generation.assembly import build_drafters
+from lookahead_hf.model import compat
 from lookahead_hf.stats import SpeculativeStats
 from lookahead_hf.tools.serving.compiling import trials
 from lookahead_hf.tools.serving.fields import Live, ServedRequest, allowed, current, listing
@@ -129,7 +130,7 @@ def speculating(
         _enable_models(manager, enable)
         if hasattr(manager, "get_gen_models"):  # before transformers 5.24
             manager.get_gen_models = listing(manager)
-        together = bool(getattr(state, "_continuous_batching", False))
+        together = bool(getattr(state, compat.DECODES_TOGETHER, False))
         app.add_middleware(
             Entrance,
             config=config,
