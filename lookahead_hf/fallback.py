@@ -10,7 +10,7 @@ from lookahead_hf.model.state import state_of
 from lookahead_hf.utils import warn_caller
 
 TRANSFORMERS = ">=5.17,<5.25"
-"""The versions of transformers that the tests run with, from the oldest to the newest."""
+"""The versions of transformers from the oldest to the newest that the tests run with."""
 
 
 class FallbackReason(str, Enum):

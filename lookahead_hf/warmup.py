@@ -12,13 +12,14 @@ import numpy as np
 import torch
 from transformers.utils.logging import tqdm
 
+from lookahead_hf import fallback
 from lookahead_hf.call import admission
 from lookahead_hf.call.admission import Purpose
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting.costs import SIZES
 from lookahead_hf.drafting.memory import memory_of, placement
-from lookahead_hf.fallback import Unserved
+from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.model import compat, limits
 from lookahead_hf.ngram_pool import compilation
 from lookahead_hf.rows import Rows
@@ -168,7 +169,9 @@ def _warm_up(
     limit.show("testing the model")
     try:
         admission.admit(model, Purpose.WARM_UP)
-    except Unserved:
+    except Unserved as unserved:
+        if unserved.reason is FallbackReason.VERSION:
+            fallback.report(model, unserved, "warn")
         return  # its calls will run plain generate
     if model.config.is_encoder_decoder:
         return  # its calls learn what its steps cost

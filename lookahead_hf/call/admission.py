@@ -55,6 +55,8 @@ def admit(model: Any, purpose: Purpose, cache: Any = None) -> None:
         purpose: What it is to do.
         cache: The caller's cache, if there is one.
     """
+    if not compat.IS_TESTED:
+        check_version()  # before anything of a version that nobody tried goes wrong
     try:
         _check_setup(model)
         if purpose is Purpose.CALL and compat.has_own_generate(model):
@@ -74,26 +76,37 @@ def admit(model: Any, purpose: Purpose, cache: Any = None) -> None:
         _check_blocks(model)
 
 
-@functools.cache
 def check_version() -> None:
     """Raise Unserved if even a Llama of transformers is refused or decoded wrongly here.
 
-    Then the cause is the installed version of transformers, not the model of a call. The first
-    refusal of a process asks this, with the self test of a tiny model.
+    Then the cause is the installed version of transformers, not the model of a call. Nothing is
+    said of the version if there was no memory, or if the process has replaced what Llama runs.
     """
     try:
-        model = compat.tiny_llama()
+        found = _stock_refusal()
+    except (MemoryError, OSError, RuntimeError):
+        return
+    if found:
+        raise Unserved(FallbackReason.VERSION, found)
+
+
+@functools.cache
+def _stock_refusal() -> str:
+    """Return why a Llama of transformers is not served, "" if it is; asked once per process."""
+    model = compat.tiny_llama()
+    attends = compat.attention_function(compat.attention_name(model.config) or "eager")
+    if not facts_of(model).is_stock or not compat.is_stock_attention(
+        attends, model.model.layers[0].self_attn
+    ):
+        raise RuntimeError("the process has replaced functions of transformers")
+    try:
         _check_setup(model)
         _check_kind(model)
-        found = self_test.fault(model, is_flat=False)
+        return self_test.fault(model, is_flat=False)
     except Unserved as unserved:
         if unserved.reason is FallbackReason.ATTENTION:
-            return  # the process has replaced functions, which says nothing of the version
-        found = unserved.detail or unserved.reason.text
-    except Exception as error:  # whatever this version does otherwise
-        found = f"{type(error).__name__}: {error}"
-    if found:
-        raise Unserved(FallbackReason.VERSION, f"transformers {compat.VERSION}: {found}")
+            raise RuntimeError("the process has replaced masks of transformers") from None
+        return unserved.detail or unserved.reason.text
 
 
 def admit_call(call: PreparedCall) -> None:
@@ -119,6 +132,7 @@ def _check_blocks(model: Any) -> None:
         return
     found, fix = self_test.refusal(model)
     if found:
+        check_version()
         raise Unserved(FallbackReason.MODEL, found, fix)
 
 

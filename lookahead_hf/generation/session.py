@@ -18,6 +18,7 @@ from lookahead_hf.call.prepared import PreparedCall
 from lookahead_hf.call.streaming import ColumnStream
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.session import DraftSession
+from lookahead_hf.fallback import Unserved
 from lookahead_hf.generation.recorder import StatsRecorder, Tracer
 from lookahead_hf.model import compat
 from lookahead_hf.rows import Rows
@@ -181,7 +182,7 @@ class BatchSession(Session):
                     {**shown, **call.model_kwargs},
                     lambda: stack.enter_context(compat.set_up_for_decoding(model)),
                 )
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, Unserved):
             raise  # plain generation may follow, which streams the prompt itself
         except BaseException:
             self.stream.prompt(call.input_ids)  # plain generation does so before it reads it

@@ -20,16 +20,19 @@ import lookahead_hf
 from lookahead_hf import FallbackReason, SpeculationFallbackWarning
 from lookahead_hf.call import admission
 from lookahead_hf.fallback import TRANSFORMERS
+from lookahead_hf.model import compat
 from lookahead_hf.model.compat import forwards
 from tests.helpers.caches import CACHE
 from tests.helpers.calls import GREEDY, prompt
+from tests.helpers.compared import compared
+from tests.helpers.fakes import Recorder
 from tests.helpers.models import tiny
 
 
 @pytest.fixture(autouse=True)
 def _asked_anew() -> Iterator[None]:
     """Forget what the process knows of transformers, before and after each test."""
-    known = admission.check_version, forwards._signature
+    known = admission._stock_refusal, forwards._signature
     for each in known:
         each.cache_clear()
     yield
@@ -47,6 +50,7 @@ def _renamed_argument(forward: Any) -> Any:
     def renamed(self: Any, input_ids: Any = None, kv_states: Any = None, **more: Any) -> Any:
         return forward(self, input_ids, **more)
 
+    renamed.__module__ = forward.__module__
     return renamed
 
 
@@ -92,6 +96,36 @@ def test_an_unknown_model_is_not_the_versions_fault() -> None:
     model.config.model_type = "rwkv"
     with pytest.warns(SpeculationFallbackWarning, match=r"\[model\]"):
         model.generate(prompt(), **GREEDY, speculative=True)
+
+
+def test_a_function_that_the_process_has_replaced_is_not_the_versions_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = LlamaForCausalLM.forward
+    monkeypatch.setattr(LlamaForCausalLM, "forward", lambda self, *a, **k: own(self, *a, **k))
+    model = lookahead_hf.enable(tiny("qwen3"))
+    model.config.model_type = "rwkv"
+    with pytest.warns(SpeculationFallbackWarning, match=r"\[model\]"):
+        model.generate(prompt(), **GREEDY, speculative=True)
+
+
+def test_an_untested_version_is_asked_before_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lookahead_hf.enable(tiny("llama"))
+    monkeypatch.setattr(compat, "IS_TESTED", False)
+    compared(model, lambda: {"input_ids": prompt(), **GREEDY}, 12)
+    admission._stock_refusal.cache_clear()
+    monkeypatch.setattr(admission.self_test, "fault", lambda *_, **__: "it gives other logits")
+    with pytest.warns(SpeculationFallbackWarning, match=r"it gives other logits.*\[version\]"):
+        model.generate(prompt(), **GREEDY, speculative=True)
+
+
+def test_a_streamer_gets_the_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lookahead_hf.enable(tiny("llama"))
+    monkeypatch.setattr(LlamaForCausalLM, "forward", _renamed_field(LlamaForCausalLM.forward))
+    streamer = Recorder()
+    with pytest.warns(SpeculationFallbackWarning, match=r"\[version\]"):
+        model.generate(prompt(), **GREEDY, speculative=True, streamer=streamer)
+    assert streamer.events.count(prompt().tolist()) == 1
 
 
 PROGRAM = """

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 import transformers
+from packaging.specifiers import SpecifierSet
 from torch import nn
 from transformers import GenerationMixin
 from transformers.generation import utils as generation_utils
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import output_capturing
 
-from lookahead_hf.fallback import FallbackReason, Unserved
+from lookahead_hf.fallback import TRANSFORMERS, FallbackReason, Unserved
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,8 @@ the older ones; the last one is that of models that keep recurrent states alone.
 
 def given_cache(arguments: Mapping[str, Any]) -> Any:
     """Return the cache among arguments of `generate` or of a layer, None without one."""
-    return next((arguments[name] for name in CACHE_NAMES if name in arguments), None)
+    given = (arguments.get(name) for name in CACHE_NAMES)
+    return next((cache for cache in given if cache is not None), None)
 
 
 def returned_cache(outputs: Any) -> Any:
@@ -95,6 +97,7 @@ def returned_cache(outputs: Any) -> Any:
         if name in outputs.keys():  # noqa: SIM118  # `in outputs` also takes names that it renames
             return outputs[name]
     detail = f"{type(outputs).__name__} has no field {' or '.join(CACHE_NAMES)}"
+    detail = f"transformers {VERSION}: {detail}"
     is_stock = type(outputs).__module__.startswith("transformers.")
     raise Unserved(FallbackReason.VERSION if is_stock else FallbackReason.MODEL, detail)
 
@@ -139,6 +142,9 @@ def is_offloaded(module: nn.Module) -> bool:
 
 
 VERSION = transformers.__version__
+
+IS_TESTED = SpecifierSet(TRANSFORMERS).contains(VERSION, prereleases=True)
+"""Whether the installed transformers is one of the versions that were tested."""
 
 
 def tiny_llama() -> Any:

@@ -31,7 +31,7 @@ def test_help_has_examples(command: str, run: Run) -> None:
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
-        ("sing", "demo|generate|trace|serve|analyze|bench|pool|env"),
+        ("sing", "demo|generate|trace|serve|analyze|bench|pool|compile|env"),
         ("pool", "build|info|merge|check"),
         ("bench --rounds 0", "x>=1"),
         ("generate --threads 100000 Hello", "1<=x<=1024"),
