@@ -87,7 +87,7 @@ def check_version() -> None:
     except (MemoryError, OSError, RuntimeError):
         return
     if found:
-        raise Unserved(FallbackReason.VERSION, found)
+        raise Unserved(FallbackReason.VERSION, f"transformers {compat.VERSION}: {found}")
 
 
 @functools.cache

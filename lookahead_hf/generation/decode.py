@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lookahead_hf.call.admission import check_version
 from lookahead_hf.call.prepared import PreparedCall
 from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.generation.assembly import assemble
@@ -40,6 +41,8 @@ def decode(call: PreparedCall) -> Any:
             raise RuntimeError(str(found)) from found
         unserved = found
     cache.layers = compat.empty_cache(call.model).layers
+    if unserved.reason is FallbackReason.MODEL:
+        check_version()
     raise unserved
 
 

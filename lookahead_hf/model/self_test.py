@@ -13,7 +13,7 @@ import torch
 from lookahead_hf.block import tree_attention
 from lookahead_hf.block.layout import BlockShape
 from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.fallback import FallbackReason, Unserved
+from lookahead_hf.fallback import Unserved
 from lookahead_hf.model import compat
 from lookahead_hf.model.facts import facts_of, numerics_of
 from lookahead_hf.model.state import state_of
@@ -133,8 +133,8 @@ def fault(model: Any, is_flat: bool) -> str:
     except OSError:  # a kernel of the hub that cannot be loaded
         raise
     except Exception as error:
-        if isinstance(error, Unserved) and error.reason is FallbackReason.VERSION:
-            raise
+        if isinstance(error, Unserved):
+            return error.detail
         # A CPU's allocator raises a plain RuntimeError, whose text alone tells.
         if isinstance(error, (RuntimeError, MemoryError)) and "memory" in f"{error!r}".lower():
             raise

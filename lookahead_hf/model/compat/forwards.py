@@ -97,9 +97,7 @@ def returned_cache(outputs: Any) -> Any:
         if name in outputs.keys():  # noqa: SIM118  # `in outputs` also takes names that it renames
             return outputs[name]
     detail = f"{type(outputs).__name__} has no field {' or '.join(CACHE_NAMES)}"
-    detail = f"transformers {VERSION}: {detail}"
-    is_stock = type(outputs).__module__.startswith("transformers.")
-    raise Unserved(FallbackReason.VERSION if is_stock else FallbackReason.MODEL, detail)
+    raise Unserved(FallbackReason.MODEL, detail)
 
 
 def forward_arguments(model: nn.Module) -> frozenset[str]:
