@@ -107,6 +107,8 @@ def _stock_refusal() -> str:
         if unserved.reason is FallbackReason.ATTENTION:
             raise RuntimeError("the process has replaced masks of transformers") from None
         return unserved.detail or unserved.reason.text
+    except (AttributeError, KeyError, TypeError) as error:  # whatever this version does otherwise
+        return f"{type(error).__name__}: {error}"
 
 
 def admit_call(call: PreparedCall) -> None:
