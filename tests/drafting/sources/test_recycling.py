@@ -18,6 +18,9 @@ from lookahead_hf.rows import Rows
 from tests.helpers.drafts import emit, rows_of
 from tests.oracles import recycling as reference
 
+# `find` is called from compiled functions only, with other types than the ones here.
+pytestmark = pytest.mark.usefixtures("compiles")
+
 VOCAB = 40
 LIKELY, POSSIBLE = 8.0, 4.0
 
