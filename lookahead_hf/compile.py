@@ -20,12 +20,19 @@ from lookahead_hf.utils import locked
 NICENESS = 10
 """Against the threads of a model, which wait for each other."""
 
+AWAITED = "--awaited"
+"""Says that calls wait for the process, which then is as nice as they are."""
+
 
 def main(names: Sequence[str]) -> None:
-    """Compile some groups of functions, or wait until another process has done so."""
+    """Compile some groups of functions, or wait until another process has done so.
+
+    `AWAITED` may stand before the names.
+    """
     threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt at a prompt is not for it
-    if hasattr(os, "nice"):
+    is_awaited = AWAITED in names
+    if hasattr(os, "nice") and not is_awaited:
         os.nice(NICENESS)
     with compilation.importing_numba():
         from lookahead_hf.ngram_pool import jit
@@ -36,7 +43,7 @@ def main(names: Sequence[str]) -> None:
     optional.find("cpu kernels")
 
     with locked(Path(jit.folder_of(jit.writable()), "lookahead_hf.lock")):
-        errors = [error for name in names if (error := _compiled(name))]
+        errors = [error for name in names[is_awaited:] if (error := _compiled(name))]
     if errors:
         raise SystemExit("; ".join(errors))
 

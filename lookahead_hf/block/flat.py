@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from lookahead_hf.block.block import Block
+
 _Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], Any]
 """Attention of `(query, key, value, mask)`; its first result is [rows, width, heads, dim]."""
 
@@ -89,34 +91,18 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RunMask:
-    """The attention mask of a run in layers of one kind.
-
-    Attributes:
-        run: The run.
-        visible: Slots that its attention reads.
-        mask: Additive, [rows of the run, 1, width, visible]; None if each token sees its row's
-            slots up to its own.
-    """
-
-    run: Run
-    visible: int
-    mask: torch.Tensor | None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class FlatBlock:
     """How the tokens of a flat block belong to the rows of the cache.
 
     Attributes:
-        masks: Masks of the runs, by the id of the stand-in that the model gets as its mask.
-        stand_ins: The stand-ins, [1, 1, 1, 1] each; holding them keeps their ids taken.
+        runs: The runs, each with the block of its rows.
+        masks: What the model gets as its masks, by kind, [1, 1, 1, 1] each.
         places: Place of each row's logits among those of the forward, [rows, width].
         kept: Tokens of the block that the forward computes logits for, None for all of them.
     """
 
-    masks: dict[int, list[RunMask]]
-    stand_ins: tuple[torch.Tensor, ...]
+    runs: list[tuple[Run, Block]]
+    masks: dict[str, torch.Tensor]
     places: np.ndarray
     kept: np.ndarray | None = None
 
@@ -133,7 +119,7 @@ class FlatBlock:
 
     def attend(
         self,
-        stand_in: torch.Tensor | None,
+        mask: torch.Tensor | None,
         query: torch.Tensor,  # [1, heads, tokens, dim]
         key: torch.Tensor,  # [rows, kv_heads, slots, dim]
         value: torch.Tensor,  # [rows, kv_heads, slots, v_dim]
@@ -143,22 +129,30 @@ class FlatBlock:
 
         On a CPU one call for four rows of 5 tokens takes half the time of four calls.
         """
-        outs = []
-        for of_run in self.masks_of(stand_in):
-            run, visible = of_run.run, of_run.visible
-            k, v = key, value
+        outs, kind = [], self.kind_of(mask)
+        assert kind is not None
+        for run, block in self.runs:
+            k, v, visible = key, value, block.held[kind].visible
             if (len(run.counts), visible) != (key.shape[0], key.shape[2]):
                 k, v = key[run.rows, :, :visible], value[run.rows, :, :visible]
-            out = attend(run.by_row(query), k, v, of_run.mask)[0]
+            out = attend(run.by_row(query), k, v, block.masks[kind])[0]
             outs.append(run.by_token(out))
         return torch.cat(outs, 1) if len(outs) > 1 else outs[0].contiguous()
 
-    def masks_of(self, stand_in: torch.Tensor | None) -> list[RunMask]:
-        """Return the masks of the runs; a stand-in for all layers may come as a copy."""
-        known = self.masks.get(id(stand_in))
-        if known is None:
-            (known,) = self.masks.values()
-        return known
+    def kind_of(self, mask: torch.Tensor | None, group: Any = None) -> str | None:
+        """Return the kind of a mask that a layer got; one for all layers may come as a copy.
+
+        `group` is the layers' part of the cache, None for any.
+        """
+        (_, block), *_ = self.runs
+        kinds = [name for name, own in self.masks.items() if own is mask] or [*self.masks]
+        fits = (name for name in kinds if group is None or block.held[name].group is group)
+        return next(fits, None)
+
+    @property
+    def parts(self) -> list[tuple[Block, np.ndarray, int]]:
+        """Blocks of consecutive rows of the cache, the tokens of each row, and the first row."""
+        return [(block, run.counts, run.rows.start) for run, block in self.runs]
 
 
 def runs_of(counts: np.ndarray, lengths: np.ndarray, may_pad: np.ndarray) -> list[Run]:

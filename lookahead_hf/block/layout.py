@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from lookahead_hf.block import masks, tree_attention
-from lookahead_hf.block.flat import FlatBlock, Run, RunMask, runs_of
-from lookahead_hf.block.tree_attention import BlockTree
+from lookahead_hf.block import tree_attention
+from lookahead_hf.block.block import Block, Held, MaskKind
+from lookahead_hf.block.flat import FlatBlock, Run, runs_of
 from lookahead_hf.cache.slots import ColumnCache
 from lookahead_hf.draft import DraftTree, place_in_row
 from lookahead_hf.model import compat
@@ -35,25 +35,6 @@ def widened(passed: dict[str, Any], width: int) -> dict[str, Any]:
     return {**passed, **wide}
 
 
-class Columns(NamedTuple):
-    """Columns of a block's tokens and of the slots that they see.
-
-    Attributes:
-        query: Columns of the tokens, [rows, width].
-        key: Columns of the slots, [rows, slots].
-        order: Attended tokens before each slot's, [rows, slots].
-    """
-
-    query: torch.Tensor
-    key: torch.Tensor
-    order: torch.Tensor
-
-    @property
-    def distance(self) -> torch.Tensor:
-        """Columns from every slot to every token, at least 0, [rows, width, slots]."""
-        return (self.query[:, :, None] - self.key[:, None, :]).clamp(min=0)
-
-
 @dataclass(frozen=True, slots=True)
 class BlockShape:
     """The shape of all blocks of a call, whatever is drafted.
@@ -69,28 +50,13 @@ class BlockShape:
     by_kernel: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class BlockInputs:
-    """The inputs of one forward: the last token of every row and the draft behind it.
-
-    Attributes:
-        model_inputs: Arguments of the model's forward.
-        num_tokens: Tokens of the block, padding included.
-        trees: The masks in the attention kernel's format.
-        columns: Columns of tokens and slots, for a model that derives positions from its cache.
-        flat: How the tokens belong to the rows, if the block is flat.
-    """
-
-    model_inputs: dict[str, Any]
-    num_tokens: int
-    trees: list[BlockTree] = field(default_factory=list)
-    columns: Columns | None = None
-    flat: FlatBlock | None = None
+Inputs = tuple[dict[str, Any], Block | FlatBlock]
+"""The arguments of the model's forward on a block, and what the tokens of the block see."""
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
-    """What steps go on from.
+class PromptState:
+    """State after the prefill, where decoding starts.
 
     Attributes:
         cache: Holds the prompts; empty if steps read them, too.
@@ -101,7 +67,7 @@ class Beginning:
     """
 
     cache: ColumnCache
-    kinds: list[masks.MaskKind]
+    kinds: list[MaskKind]
     passed: dict[str, Any]
     next_position: torch.Tensor
     prompt_positions: np.ndarray | None = None
@@ -110,18 +76,21 @@ class Beginning:
 class BlockLayout:
     """Lays blocks out over a cache."""
 
-    def __init__(self, model: Any, begin: Beginning) -> None:
+    def __init__(self, model: Any, begin: PromptState, lazy: bool = False) -> None:
+        """`lazy`: whether layers may run without reading their masks."""
         self._model, self._cache, self._kinds = model, begin.cache, begin.kinds
         self._passed, self._prompt_positions = begin.passed, begin.prompt_positions
         self._next_position, self._device = begin.next_position, begin.next_position.device
         self._names, self._mask_dict = compat.decoder_names(model), compat.takes_mask_dict(model)
+        self._takes_kept = "logits_to_keep" in compat.forward_arguments(model)
         facts = facts_of(model)
         self._needs_columns, self._has_states = facts.needs_columns, bool(facts.mixers)
         self._is_limited = any(kind.is_limited for kind in begin.kinds)
         pads = torch.from_numpy(begin.cache.pads[:, None]).to(self._device)
         self._uncounted = pads if self._names.skips_pads else 0
+        self._lazy = lazy
 
-    def block(self, fields: np.ndarray, ahead: np.ndarray) -> BlockInputs:
+    def block(self, fields: np.ndarray, ahead: np.ndarray) -> Inputs:
         """Place a block behind what each row has in the cache.
 
         Args:
@@ -129,8 +98,8 @@ class BlockLayout:
             ahead: Tokens of each row that were fed since the prompt, [rows].
         """
         tokens, parents, depths = fields
-        width = tokens.shape[1]
-        self._cache.slots.place(width)
+        width, slots = tokens.shape[1], self._cache.slots
+        slots.place(width)
         offsets = torch.from_numpy(ahead[:, None] + depths).to(self._device)
         inputs: dict[str, Any] = {
             **widened(self._passed, width),
@@ -141,23 +110,34 @@ class BlockLayout:
         }
         if self._names.positions is not None:
             inputs[self._names.positions] = self._next_position + offsets
-        columns = self._counted(depths, ahead)
-        if columns is not None and self._names.columns is not None:
-            inputs[self._names.columns] = columns.query - self._uncounted
-        slots = self._cache.slots
-        uniform = bool((slots.lengths == slots.lengths[0]).all())
-        if width == 1 and uniform and not self._is_limited and slots.extent.shown is None:
-            return BlockInputs(inputs, tokens.size, columns=columns)  # each token sees every slot
-        seen, query = masks.ancestors(parents), self._query(depths, ahead)
-        built = {
-            kind.name: self._mask(kind, seen, query if kind.is_limited else None)
-            for kind in self._kinds
-        }
-        named = compat.with_states(built) if self._has_states else built
-        inputs[self._names.mask] = named if self._mask_dict else next(iter(built.values()))
-        return BlockInputs(inputs, tokens.size, self._trees(built, seen), columns)
+        query = self._cache.num_columns + offsets
+        if self._needs_columns and self._names.columns is not None:
+            inputs[self._names.columns] = query - self._uncounted
+        held = {kind.name: self._held(kind, kind.is_limited) for kind in self._kinds}
+        counted = None
+        if self._needs_columns:
+            of_slots = self._cache.token_columns(slots.groups[self._kinds[0].name])
+            counted = self._on_device(depths), self._on_device(of_slots)
+        has_fixed_shape = slots.extent.shown is not None
+        block = Block(
+            parents,
+            query,
+            self._on_device(self._cache.pads),
+            held,
+            self._model.dtype,
+            counted,
+            for_kernel=tree_attention.serves(self._device, width),
+            by_length=not has_fixed_shape,
+        )
+        is_causal = width == 1 and not (self._is_limited or has_fixed_shape)
+        built = block.make_masks(is_causal, self._lazy or block.for_kernel)
+        if any(mask is not None for mask in built.values()):
+            one = next(iter(built.values()))
+            named = compat.with_states(built) if self._has_states else built
+            inputs[self._names.mask] = named if self._mask_dict else one
+        return inputs, block
 
-    def flat(self, fed: Sequence[np.ndarray], draft: DraftTree) -> BlockInputs:
+    def flat(self, fed: Sequence[np.ndarray], draft: DraftTree) -> Inputs:
         """Place the tokens of a flat block, [1, tokens], behind those that rows have in the cache.
 
         Rows may read prompts and decode side by side: a row that reads has n tokens of its prompt
@@ -179,45 +159,40 @@ class BlockLayout:
         counts = num_fed + nodes
         row, place = np.repeat(np.arange(len(fed)), counts), place_in_row(_offsets(counts))
         is_node, is_used = place >= num_fed[row], np.repeat(num_fed > 0, drafted)
-        tokens, index = np.empty_like(row), slots.lengths[row] + place
+        tokens, parents, index = np.empty_like(row), place - 1, slots.lengths[row] + place
         tokens[~is_node], tokens[is_node] = np.concatenate(fed), draft.token_ids[is_used]
-        index[is_node] = (slots.lengths + num_fed - 1)[row[is_node]] + draft.depth[is_used]
+        last_fed = (num_fed - 1)[row[is_node]]
+        parents[is_node] = last_fed + 1 + draft.parents[is_used]
+        index[is_node] = slots.lengths[row[is_node]] + last_fed + draft.depth[is_used]
         columns = self._cache.columns_of(row, index)
         # Causality alone hides the padding of prompts that all begin in this block.
         runs = runs_of(counts, slots.lengths, (num_fed <= 1) | (not slots.lengths.any()))
         slots.place(counts, is_flat=True)
-        stand_ins, built = self._run_masks(runs, num_fed, draft, columns)
+        read, kept = np.flatnonzero(place >= num_fed[row] - 1), None
+        places = _places_in_read(num_fed, nodes, 1 + draft.max_nodes)
+        if len(read) == len(row) or not self._takes_kept:
+            places = read[places]
+        else:
+            kept = read
+        blocks = [self._of_run(run, parents, columns) for run in runs]
+        flat = FlatBlock(
+            [*zip(runs, blocks, strict=True)],
+            {kind.name: torch.zeros(1, 1, 1, 1) for kind in self._kinds},
+            places,
+            kept,
+        )
         assert self._names.positions is not None
         inputs: dict[str, Any] = {
             **self._passed,
             self._names.ids: torch.from_numpy(tokens)[None],
-            self._names.mask: stand_ins if self._mask_dict else next(iter(stand_ins.values())),
+            self._names.mask: flat.masks if self._mask_dict else next(iter(flat.masks.values())),
             self._names.positions: torch.from_numpy(self._positions(row, columns))[None],
             self._names.cache: self._cache.for_model,
             "use_cache": True,
         }
-        read, kept = np.flatnonzero(place >= num_fed[row] - 1), None
-        places = _places_in_read(num_fed, nodes, 1 + draft.max_nodes)
-        if len(read) == len(row) or "logits_to_keep" not in compat.forward_arguments(self._model):
-            places = read[places]
-        else:
-            inputs["logits_to_keep"], kept = torch.from_numpy(read), read
-        flat = FlatBlock(built, tuple(stand_ins.values()), places, kept)
-        return BlockInputs(inputs, tokens.size, flat=flat)
-
-    def _run_masks(
-        self, runs: list[Run], num_fed: np.ndarray, draft: DraftTree, columns: np.ndarray
-    ) -> tuple[dict[str, torch.Tensor], dict[int, list[RunMask]]]:
-        """Return stand-ins for the masks by kind, and the masks of all runs by their ids."""
-        seen = [_seen_in(run, num_fed, draft) for run in runs]
-        stand_ins = {kind.name: torch.zeros(1, 1, 1, 1) for kind in self._kinds}
-        return stand_ins, {
-            id(stand_ins[kind.name]): [
-                self._run_mask(kind, run, of_run, columns[run.tokens])
-                for run, of_run in zip(runs, seen, strict=True)
-            ]
-            for kind in self._kinds
-        }
+        if kept is not None:
+            inputs["logits_to_keep"] = torch.from_numpy(kept)
+        return inputs, flat
 
     def _positions(self, row: np.ndarray, columns: np.ndarray) -> np.ndarray:
         """Return the positions of tokens, given their rows and columns, [tokens] int64 each."""
@@ -229,102 +204,56 @@ class BlockLayout:
             positions[early] = self._prompt_positions[row[early], columns[early]]
         return positions
 
-    def _run_mask(
-        self, kind: masks.MaskKind, run: Run, seen: np.ndarray | None, columns: np.ndarray
-    ) -> RunMask:
-        """Return the mask of a run in layers of one kind; `columns` are its tokens', [tokens]."""
-        group, width = self._cache.slots.groups[kind.name], run.width
-        lengths = group.lengths[run.rows]
-        visible = int((lengths + run.counts).max())
-        is_causal = seen is None and (width == 1 or not lengths.any())
-        is_limited = kind.may_hide(int(columns.max()))
-        if is_causal and not is_limited and (lengths == lengths[0]).all():
-            return RunMask(run, visible, None)
-        if seen is None:
-            seen = np.tri(width, dtype=bool)[None].repeat(len(lengths), 0)
-        query = None
-        if is_limited:
-            query = (columns if run.padded is None else columns[run.padded]).reshape(-1, width)
-        mask = self._mask(kind, seen, query, visible, run.rows)
-        return RunMask(run, visible, mask)
+    def _of_run(self, run: Run, parents: np.ndarray, columns: np.ndarray) -> Block:
+        """Return the block of a run, given parents and columns of all tokens, [tokens] each."""
+        parents, columns = parents[run.tokens], columns[run.tokens]
+        last = int(columns.max())
+        if run.padded is not None:
+            parents, columns = parents[run.padded], columns[run.padded]
+        held = {
+            kind.name: self._held(kind, kind.may_hide(last), run.rows, run.counts)
+            for kind in self._kinds
+        }
+        pads = self._on_device(self._cache.pads[run.rows])
+        parents, query = (each.reshape(-1, run.width) for each in (parents, columns))
+        block = Block(parents, torch.from_numpy(query), pads, held, self._model.dtype)
+        is_first = not self._cache.slots.lengths[run.rows].any()
+        block.make_masks(block.is_chain and (run.width == 1 or is_first))
+        return block
 
-    def _counted(self, depths: np.ndarray, ahead: np.ndarray) -> Columns | None:
-        """Return the columns for a model that derives positions from its cache, else None."""
-        if not self._needs_columns:
-            return None
-        kind = self._kinds[0]  # of several only where the slots' columns are not asked for
-        group = self._cache.slots.groups[kind.name]
-        query, key = self._query(depths, ahead), self._cache.token_columns(group)
-        order = np.tile(np.arange(key.shape[1]), (len(depths), 1))
-        for row, length in enumerate(group.lengths.tolist()):
-            block = slice(length, length + depths.shape[1])
-            key[row, block], order[row, block] = query[row], length + depths[row]
-        told = (torch.from_numpy(each).to(self._device) for each in (query, key, order))
-        return Columns(*told)
-
-    def _trees(self, built: dict[str, torch.Tensor], seen: np.ndarray) -> list[BlockTree]:
-        """Return the masks in the kernel's format, which has windows but no chunks."""
-        device = self._device
-        if not tree_attention.serves(device, seen.shape[1]):
-            return []
-        words = torch.from_numpy(tree_attention.ancestor_words(seen)).to(device)
-        by_length = self._cache.slots.extent.shown is None
-        trees = []
-        for kind in self._kinds:
-            if kind.chunk is None:
-                group = self._cache.slots.groups[kind.name]
-                given = [group.lengths]
-                if kind.window:
-                    given += [self._cache.token_columns(group), self._cache.pads + group.dropped]
-                lengths, *columns = (torch.from_numpy(array).to(device) for array in given)
-                window = kind.window or 0
-                trees.append(
-                    BlockTree(
-                        built[kind.name], lengths, words, window, *columns, by_length=by_length
-                    )
-                )
-        return trees
-
-    def _mask(
+    def _held(
         self,
-        kind: masks.MaskKind,
-        seen: np.ndarray,  # [rows, width, width]
-        query: np.ndarray | None,  # columns of the tokens where they matter, [rows, width]
-        visible: int | None = None,
+        kind: MaskKind,
+        is_limited: bool,
         rows: slice = slice(None),
-    ) -> torch.Tensor:
-        """The mask of the layers of one kind for some rows, [rows, 1, width, visible]."""
+        counts: np.ndarray | None = None,
+    ) -> Held:
+        """Return what some rows hold in the layers of one kind.
+
+        Args:
+            kind: The kind.
+            is_limited: Whether a token may not see all of it.
+            rows: The rows.
+            counts: Tokens of each of these rows in a flat block.
+        """
         group = self._cache.slots.groups[kind.name]
-        visible = group.visible if visible is None else visible
-        given = [seen, group.lengths[rows], self._cache.pads[rows]]
-        if query is not None:
-            given += [query, self._cache.token_columns(group, visible)[rows]]
-        tree, lengths, pads, *columns = map(torch.from_numpy, given)
-        both = (columns[0], columns[1]) if columns else None
-        mask = masks.additive(kind, tree, lengths, visible, both, pads, self._model.dtype)
-        return mask.to(self._device)
+        lengths = group.lengths[rows]
+        visible = group.visible if counts is None else int((lengths + counts).max())
+        columns = None
+        if is_limited:
+            columns = self._on_device(self._cache.token_columns(group, visible)[rows])
+        return Held(
+            kind,
+            self._on_device(lengths),
+            visible,
+            self._on_device((self._cache.pads + group.dropped)[rows]),
+            columns,
+            bool((lengths == lengths[0]).all()),
+            group,
+        )
 
-    def _query(self, depths: np.ndarray, ahead: np.ndarray) -> np.ndarray:
-        """Columns of the tokens of a block, [rows, width]."""
-        query: np.ndarray = self._cache.num_columns + ahead[:, None] + depths
-        return query
-
-
-def _seen_in(run: Run, num_fed: np.ndarray, draft: DraftTree) -> np.ndarray | None:
-    """Return which tokens of its row's block each query of a run sees, [rows, width, width] bool.
-
-    None if each sees all tokens before it.
-    """
-    nodes = np.diff(draft.row_offsets)
-    if not nodes[run.rows].any():
-        return None
-    seen = np.tri(run.width, dtype=bool)[None].repeat(len(run.counts), 0)
-    for index, count in enumerate(run.counts.tolist()):
-        row = run.rows.start + index
-        of_row, first = seen[index], num_fed[row]
-        of_row[first:count, first:count] = masks.ancestors(draft.parents[None, draft.row(row)])[0]
-        of_row[count:] = of_row[count - 1]
-    return seen
+    def _on_device(self, numbers: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(numbers).to(self._device)
 
 
 def _places_in_read(num_fed: np.ndarray, nodes: np.ndarray, width: int) -> np.ndarray:

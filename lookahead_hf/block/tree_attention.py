@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import lru_cache
 
-import numpy as np
 import torch
 
 from lookahead_hf import kernels
+from lookahead_hf.block.block import Block, Held
 
 _LEAST_SLOTS = 512
 """Below this many slots, splitting the keys over programs does not pay."""
@@ -21,39 +20,6 @@ _ROWS_PER_PROGRAM = 64
 """Query rows of one program of torch's memory-efficient attention."""
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class BlockTree:
-    """A step's attention mask in the kernel's format.
-
-    Attributes:
-        mask: The mask as layers get it, [rows, 1, width, slots].
-        lengths: Slots of each row before its block, [rows] int64.
-        ancestors: A word per block token, [rows, width]; bit j is set if the token sees token j of
-            the block.
-        window: Columns that a token sees, its own included; 0 for all.
-        columns: Column of the token in every slot, needed with a window, [rows, any] int64.
-        pads: Column minus slot of later tokens, [rows] int64.
-        by_length: Whether programs divide a row's tokens, not its slots. This is faster, but the
-            bits of a token then depend on the length of the row.
-    """
-
-    mask: torch.Tensor
-    lengths: torch.Tensor
-    ancestors: torch.Tensor
-    window: int = 0
-    columns: torch.Tensor | None = None
-    pads: torch.Tensor | None = None
-    by_length: bool = field(default=False, kw_only=True)
-
-
-def ancestor_words(seen: np.ndarray) -> np.ndarray:
-    """Pack who sees whom, [rows, width, width], into words per block token, [rows, width] int64."""
-    words = np.zeros((*seen.shape[:2], 8), np.uint8)
-    packed = np.packbits(seen, axis=2, bitorder="little")
-    words[:, :, : packed.shape[2]] = packed
-    return words.view("<i8")[:, :, 0]
 
 
 def serves(device: torch.device, width: int) -> bool:
@@ -102,7 +68,8 @@ def _processors(device: torch.device) -> int:
 
 
 def attend(
-    tree: BlockTree,
+    block: Block,
+    held: Held,
     query: torch.Tensor,  # [rows, heads, width, dim]
     key: torch.Tensor,  # [rows, kv_heads, slots, dim]
     value: torch.Tensor,  # [rows, kv_heads, slots, v_dim]
@@ -110,19 +77,20 @@ def attend(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,  # [heads]
 ) -> torch.Tensor:  # [rows, width, heads, v_dim]
-    """Attend as under `tree.mask`, without reading the mask."""
+    """Attend as under the block's mask, without reading it, in layers that hold `held`."""
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
+    window = held.kind.window or 0
     return kernels.tree_attention(
         q,
         k,
         v,
-        tree.lengths,
-        tree.ancestors,
+        held.lengths,
+        block.words,
         query.shape[3] ** -0.5 if scaling is None else scaling,
-        window=tree.window,
-        columns=tree.columns,
-        pads=tree.pads,
+        window=window,
+        columns=held.columns if window else None,
+        pads=held.offsets,
         softcap=softcap or 0.0,
         sinks=sinks,
-        by_length=tree.by_length,
+        by_length=block.by_length,
     )

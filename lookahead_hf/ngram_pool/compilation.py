@@ -54,8 +54,8 @@ def importing_numba() -> Iterator[None]:
 class Child:
     """A process that compiles groups of functions; it ends with this one."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        """Start it.
+    def __init__(self, names: Sequence[str], is_awaited: bool = False) -> None:
+        """Start it; if somebody waits for it, it yields the processor to nobody.
 
         Raises:
             CompilingError: That is impossible.
@@ -68,8 +68,9 @@ class Child:
         path = os.pathsep.join(each for each in sys.path if isinstance(each, str))
         try:
             with tempfile.TemporaryFile() as errors:
+                awaited = ["--awaited"] if is_awaited else []
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "lookahead_hf.compile", *names],
+                    [sys.executable, "-m", "lookahead_hf.compile", *awaited, *names],
                     env=os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
                     stdin=subprocess.PIPE,  # which ends with this process, whatever ends it
                     stdout=subprocess.DEVNULL,
@@ -215,16 +216,21 @@ class Functions:
             self._is_damaged, self.child = True, None
 
 
-def request(groups: Sequence[Functions], is_between_calls: bool = False) -> None:
+def request(
+    groups: Sequence[Functions], is_between_calls: bool = False, is_awaited: bool = False
+) -> None:
     """Have one process compile what is not on disk of some groups, in this order.
 
-    Between calls there is also time to prepare numba for the functions.
+    Args:
+        groups: The groups.
+        is_between_calls: Whether there is time to prepare numba for the functions.
+        is_awaited: Whether somebody waits for the process.
     """
     wanted = [each for each in groups if each.pending and each.child is None]
     wanted = [each for each in wanted if each.is_available()]
     try:
         missing = [each for each in wanted if not each.is_on_disk()]
-        child = Child([each.name for each in missing]) if missing else None
+        child = Child([each.name for each in missing], is_awaited) if missing else None
         for each in missing:
             each.child = child
         if is_between_calls and wanted:
@@ -246,7 +252,7 @@ def wait(
         seconds: When to give up waiting.
         show: Called with the seconds so far, while another process compiles.
     """
-    request(groups)
+    request(groups, is_awaited=True)
     start = time.monotonic()
     for each in groups:
         while not each.ready() and each.is_available():

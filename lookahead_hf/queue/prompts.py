@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lookahead_hf.block.layout import Beginning
+from lookahead_hf.block.layout import PromptState
 from lookahead_hf.cache.texts import TextCache
 from lookahead_hf.call.prepared import PreparedCall
 from lookahead_hf.draft import DraftTree
@@ -62,7 +62,7 @@ class Prompts:
         self._held[row] = Prompt(call.input_ids[0].cpu().numpy(), logits)
         return logits
 
-    def _begin_like(self, alone: Beginning) -> Beginning:
+    def _begin_like(self, alone: PromptState) -> PromptState:
         """Lay steps out as behind the first prompt; positions count from each text."""
         first = torch.zeros_like(alone.next_position)  # [..., 1, 1]
         everywhere = first.expand(*first.shape[:-2], self._runner.num_rows, 1)

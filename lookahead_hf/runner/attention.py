@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from lookahead_hf.block import tree_attention
-from lookahead_hf.block.tree_attention import BlockTree
+from lookahead_hf.block.block import Block, read_mask
+from lookahead_hf.block.flat import FlatBlock
 from lookahead_hf.model import compat
 from lookahead_hf.model.facts import facts_of
 from lookahead_hf.runner import watch
@@ -109,9 +110,9 @@ def _ours(name: str) -> Callable[..., Any]:
         context = current()
         kwargs |= {"dropout": dropout, "scaling": scaling}
         call = _Call(context, name, module, kwargs)
-        if context is None or context.flat is None:
+        if context is None or not isinstance(context.block, FlatBlock):
             return call.attend(query, key, value, attention_mask)
-        return context.flat.attend(attention_mask, query, key, value, call.attend), None
+        return context.block.attend(attention_mask, query, key, value, call.attend), None
 
     return attention
 
@@ -143,16 +144,19 @@ class _Call(NamedTuple):
             function = compat.SDPA if is_simple else None
         if context is not None and is_stock and kwargs.get("position_bias") is None:
             # Depending on its version, transformers' sdpa refuses or ignores soft caps and sinks.
-            tree = context.tree(mask) if function is None or is_simple else None
-            out = _by_kernel(context, tree, query, key, value, kwargs)
+            out = None
+            if function is None or is_simple:
+                out = _by_kernel(context, mask, query, key, value, kwargs)
             if out is not None:
                 return out, None
+            mask = read_mask(mask)
             if function is not None and _folds(query, key, mask, kwargs):
                 groups = query.shape[1] // key.shape[1]
                 mask = None if mask is None else _folded(context, mask, groups)
                 out = fold(query, key, value, mask, groups, kwargs["scaling"])
                 # A flat block copies it into another order anyway.
-                return (out if context.flat else out.contiguous()), None
+                is_flat = isinstance(context.block, FlatBlock)
+                return (out if is_flat else out.contiguous()), None
         original = function or compat.eager_attention(self.module)
         is_replaced = context is not None and function is not None and not is_stock
         if is_replaced and mask is not None and mask.dtype != torch.bool:
@@ -182,19 +186,22 @@ def _folded(context: ForwardContext, mask: torch.Tensor, groups: int) -> torch.T
 
 def _by_kernel(
     context: ForwardContext,
-    tree: BlockTree | None,
+    mask: torch.Tensor | None,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     kwargs: dict[str, Any],
 ) -> torch.Tensor | None:
     """Attend by the kernel; None if it cannot or is slower. It returns no attention weights."""
-    counts = context.by_kernel
+    counts, block = context.by_kernel, context.block
     asked = tree_attention.is_faster if counts is None else tree_attention.can_attend
     out = None
-    if tree is not None and not kwargs.get("output_attentions") and asked(query, key, value):
-        more = kwargs["scaling"], kwargs.get("softcap"), kwargs.get("s_aux")
-        out = tree_attention.attend(tree, query, key, value, *more)
+    if isinstance(block, Block) and block.for_kernel and not kwargs.get("output_attentions"):
+        kind = None if mask is None else block.kind_of(mask)
+        held = None if kind is None else block.held[kind]
+        if held is not None and held.kind.chunk is None and asked(query, key, value):
+            more = kwargs["scaling"], kwargs.get("softcap"), kwargs.get("s_aux")
+            out = tree_attention.attend(block, held, query, key, value, *more)
     if counts is not None:
         counts[out is not None] += 1
     return out

@@ -1,23 +1,21 @@
-"""What is in force in one forward of ours, on the thread that runs it."""
+"""State of the forward that this thread is running."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lookahead_hf.block import masks
 from lookahead_hf.runner.install import shared_change
 
 if TYPE_CHECKING:
+    from lookahead_hf.block.block import Block
     from lookahead_hf.block.flat import FlatBlock
-    from lookahead_hf.block.layout import Columns
-    from lookahead_hf.block.tree_attention import BlockTree
 
 
 @dataclass(slots=True, eq=False)
@@ -25,9 +23,7 @@ class ForwardContext:
     """What the patches of a model read in one forward of ours.
 
     Attributes:
-        trees: Masks of the forward in the kernel's format.
-        flat: How the tokens of a flat block belong to the rows of the cache.
-        columns: Columns of tokens and slots, for a model that derives positions from its cache.
+        block: What the tokens of the forward see.
         mixers: Forwards of the mixers, by the id of the mixer.
         by_kernel: Counts attentions by whether our kernel did them, if it attends wherever it can;
             None if it attends only where it is faster.
@@ -35,21 +31,11 @@ class ForwardContext:
         made: Results that the layers of this forward share.
     """
 
-    trees: Sequence[BlockTree] = ()
-    flat: FlatBlock | None = None
-    columns: Columns | None = None
+    block: Block | FlatBlock | None = None
     mixers: Mapping[int, Callable[..., Any]] = field(default_factory=dict)
     by_kernel: Counter[bool] | None = None
     layers: Any = None
     made: dict[Any, Any] = field(default_factory=dict)
-
-    def tree(self, mask: torch.Tensor | None) -> BlockTree | None:
-        """Return the tree of this mask object; a copy that the model made may differ."""
-        if mask is None:
-            return None
-        same = (tree for tree in self.trees if tree.mask is mask)
-        made = (tree for tree in self.trees if masks.made(tree.mask) is mask)
-        return next(same, None) or next(made, None)
 
 
 class _OfThread(threading.local):

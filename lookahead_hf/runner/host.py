@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lookahead_hf.block.layout import Beginning, BlockInputs, BlockLayout, BlockShape
+from lookahead_hf.block.flat import FlatBlock
+from lookahead_hf.block.layout import BlockLayout, BlockShape, Inputs, PromptState
 from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.cache.slots import ColumnCache
 from lookahead_hf.call import execution, optional
@@ -94,7 +95,7 @@ class Runner:
         """
         self.model = model
         self.num_rows = num_rows
-        self.beginning: Beginning | None = None
+        self.beginning: PromptState | None = None
         self._shape = shape
         self.by_kernel = Counter[bool]() if shape is not None and shape.by_kernel else None
         self.is_flat = flat
@@ -110,7 +111,7 @@ class Runner:
         if self.only_chains and model.device.type == "cuda":
             self.execution = execution.STATES
 
-    def begin(self, beginning: Beginning) -> None:
+    def begin(self, beginning: PromptState) -> None:
         """Go on behind prompts."""
         self.beginning = beginning
         slots, copies = beginning.cache.slots, state_of(self.model).needs_copies
@@ -123,7 +124,7 @@ class Runner:
             by_token = self._shape is not None
             states = optional.load("recurrent states")
             self.recurrent = states.RecurrentLayers(self.model, slots, self.num_rows, by_token)
-        self._layout = BlockLayout(self.model, beginning)
+        self._layout = BlockLayout(self.model, beginning, lazy=self.steps is not None)
 
     def make_room(self, num_tokens: int) -> None:
         """Prepare for texts of so many tokens; on the host, rows grow with their texts."""
@@ -192,7 +193,7 @@ class Runner:
         if self.is_flat:
             return self.run(self.fed_tokens(rows), draft)
         inputs = self.layout(rows, draft)
-        self._share(inputs.num_tokens, rows.live)
+        self._share(inputs[0][self._names.ids].numel(), rows.live)
         return self.forward(inputs)
 
     def launch_beside(
@@ -245,7 +246,7 @@ class Runner:
         self.keep(np.maximum(num_fed - 1, 0))
         return step
 
-    def layout(self, rows: Rows, draft: DraftTree) -> BlockInputs:
+    def layout(self, rows: Rows, draft: DraftTree) -> Inputs:
         """Give every token of the block its slot, column, position and mask."""
         width = 1 + draft.max_nodes
         if self._shape is not None:
@@ -256,31 +257,33 @@ class Runner:
         ahead = np.minimum(ahead, ahead[rows.live].max(initial=0))
         return self._layout.block(draft.padded(width, rows.last_tokens), ahead)
 
-    def forward(self, inputs: BlockInputs, is_prompt: bool = False) -> StepOutputs:
+    def forward(self, inputs: Inputs, is_prompt: bool = False) -> StepOutputs:
         """Run the model on a block; its logits are [rows, width, vocab]."""
-        given = inputs.model_inputs
+        given, block = inputs
         ids = given[self._names.ids]
+        num_tokens = ids.numel()
         experts = compat.set_up_for_step(self.model, *ids.shape)
         mixers = {} if self.recurrent is None else self.recurrent.forwards
-        context = ForwardContext(inputs.trees, inputs.flat, inputs.columns, mixers, self.by_kernel)
+        flat = block if isinstance(block, FlatBlock) else None
+        context = ForwardContext(block, mixers, self.by_kernel)
         steps = None if is_prompt else self.steps
 
         def run() -> Any:
             return self.model(**given, return_dict=True)
 
         with running(context, ids.device), experts:
-            outputs = run() if steps is None else steps.run(run, inputs.num_tokens)
+            outputs = run() if steps is None else steps.run(run, num_tokens)
         if steps is not None:
             self.execution = execution.COMPILED if steps.is_used else execution.MODEL
-        self.num_fed += inputs.num_tokens
-        kind = self.mode, inputs.num_tokens, inputs.flat is not None
+        self.num_fed += num_tokens
+        kind = self.mode, num_tokens, flat is not None
         known = state_of(self.model).run_blocks
         self._is_new = kind not in known
         known.add(kind)
         logits, states = outputs.logits, compat.last_hidden_states(outputs)
-        if inputs.flat is not None:
-            logits = inputs.flat.of_rows(logits)
-            states = states if states is None else inputs.flat.states_of_rows(states)
+        if flat is not None:
+            logits = flat.of_rows(logits)
+            states = states if states is None else flat.states_of_rows(states)
         return StepOutputs(logits=logits, of_model=outputs, hidden_states=states)
 
     def check_for_nan(self, step: StepOutputs, live: np.ndarray) -> bool:

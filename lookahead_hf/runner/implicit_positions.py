@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lookahead_hf.block.layout import Columns
+from lookahead_hf.block.block import Block, Columns
 from lookahead_hf.model import compat
 from lookahead_hf.model.facts import facts_of
 from lookahead_hf.runner.forward import current
@@ -34,7 +34,8 @@ def put_under(model: nn.Module, give: SetOwn) -> None:
 def _columns() -> Columns | None:
     """Return the columns of the forward in progress, if it is ours."""
     context = current()
-    return None if context is None else context.columns
+    block = None if context is None else context.block
+    return block.columns if isinstance(block, Block) else None
 
 
 def _looked_up(table: Any) -> Callable[..., torch.Tensor]:

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from lookahead_hf.block import layout, masks
-from lookahead_hf.block.layout import Beginning
+from lookahead_hf.block import layout
+from lookahead_hf.block.block import mask_kinds
+from lookahead_hf.block.layout import PromptState
 from lookahead_hf.cache import hf_layers
 from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.draft import DraftTree
@@ -134,10 +135,10 @@ def _take_over(
         num_columns=position_ids.shape[-1] if by_columns else None,
         is_fed=is_fed,
     )
-    kinds = [kind.within(cache.seen[kind.name]) for kind in masks.of_model(model)]
+    kinds = [kind.within(cache.seen[kind.name]) for kind in mask_kinds(model)]
     position_ids = position_ids.expand(*position_ids.shape[:-2], num_rows, -1)
     of_prompt = position_ids.numpy() if runner.is_flat else None
-    runner.begin(Beginning(cache, kinds, passed, position_ids[..., -1:] + 1, of_prompt))
+    runner.begin(PromptState(cache, kinds, passed, position_ids[..., -1:] + 1, of_prompt))
 
 
 def _may_be_fed(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lookahead_hf.block.masks import LazyMask, made
+from lookahead_hf.block.block import LazyMask, is_read
 
 MASK = torch.tensor([[[[0.0, -1.0, 0.0], [-1.0, -1.0, 0.0]]]])
 
@@ -29,7 +29,7 @@ def test_its_shape_can_be_asked_for() -> None:
     assert mask.shape == MASK.shape and len(mask.shape) == mask.ndim == mask.dim() == 4
     assert mask.size(-1) == 3 and mask.dtype == MASK.dtype and mask.device == MASK.device
     assert isinstance(mask, torch.Tensor) and not mask.is_cuda and not mask.requires_grad
-    assert not masks and made(mask) is None
+    assert not masks and not is_read(mask)
 
 
 READS: dict[str, Callable[[Any], Any]] = {
@@ -53,4 +53,4 @@ def test_whoever_reads_it_finds_the_mask(name: str) -> None:
         got = READS[name](mask)
         assert type(got) is torch.Tensor
         assert torch.equal(got, READS[name](MASK))
-    assert len(masks) == 1 and made(mask) is masks[0]
+    assert len(masks) == 1 and mask.made is masks[0]

@@ -25,8 +25,8 @@ def bounds_checked() -> Iterator[list[Unit]]:
     done: list[Unit] = []
     plan_of, launch = step.plan_of, Room._launch
 
-    def planned(mask: Any, group: Any, *rest: Any) -> Plan | None:
-        plan = plan_of(mask, group, *rest)
+    def planned(context: Any, mask: Any, group: Any, *rest: Any) -> Plan | None:
+        plan = plan_of(context, mask, group, *rest)
         if plan is not None:
             check_plan(plan, len(group.dropped), group.capacity)
         return plan

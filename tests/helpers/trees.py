@@ -80,7 +80,8 @@ def under_mask(
 
 
 def by_words(
-    tree: Any,
+    block: Any,
+    held: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -88,8 +89,8 @@ def by_words(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What `tree_attention.attend` returns, without the kernel and without the tree's mask."""
-    seen = tree.lengths, tree.ancestors, tree.window, tree.columns, tree.pads
+    """What `tree_attention.attend` returns, without the kernel and without the block's mask."""
+    seen = held.lengths, block.words, held.kind.window or 0, held.columns, held.offsets
     return _by_words(query, key, value, *seen, scaling, softcap, sinks)
 
 

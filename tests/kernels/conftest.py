@@ -110,9 +110,11 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
     attend = tree_attention.attend
 
-    def checking(tree: Any, *args: Any) -> torch.Tensor:
-        got = attend(tree, *args)
-        torch.testing.assert_close(got, under_mask(tree.mask, *args), atol=2e-5, rtol=2e-5)
+    def checking(block: Any, held: Any, *args: Any) -> torch.Tensor:
+        got = attend(block, held, *args)
+        torch.testing.assert_close(
+            got, under_mask(block.additive(held.kind.name), *args), atol=2e-5, rtol=2e-5
+        )
         return got
 
     monkeypatch.setattr(tree_attention, "attend", checking)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig, kernels
-from lookahead_hf.block.tree_attention import BlockTree
+from lookahead_hf.block.block import Block, Held, MaskKind
 from lookahead_hf.model import self_test
 from lookahead_hf.runner import attention, transfer
 from lookahead_hf.runner.forward import ForwardContext, running
@@ -166,10 +167,13 @@ def test_sdpa_is_not_given_what_it_has_not(calls: Counter[str], device: torch.de
     attend = attention._ours("sdpa")
     hidden = torch.tensor([[0.0, -1e38, -1e38], [0.0, 0.0, -1e38]], device=device)[None, None]
     q, k = torch.randn(1, 4, 2, 16, device=device), torch.randn(1, 2, 3, 16, device=device)
-    words, length = torch.tensor([[1, 3]], device=device), torch.tensor([0], device=device)
+    query, none = torch.tensor([[0, 1]], device=device), torch.tensor([0], device=device)
+    held = {"all": Held(MaskKind("all"), none, 3, none, None)}
+    block = Block(np.array([[-1, 0]]), query, none, held, torch.float32, for_kernel=True)
+    block.masks["all"] = hidden
     module = torch.nn.Module()
     module.num_key_value_groups = 2
-    with running(ForwardContext([BlockTree(hidden, length, words)]), device):
+    with running(ForwardContext(block), device):
         ours, _ = attend(module, q, k, k, hidden)
         assert calls["tree_attention"] == 1
         theirs, _ = attend(module, q, k, k, hidden, s_aux=torch.zeros(4, device=device))

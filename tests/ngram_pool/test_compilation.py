@@ -37,7 +37,7 @@ def children(monkeypatch: pytest.MonkeyPatch) -> list[Elsewhere]:
     """The processes that were started."""
     started: list[Elsewhere] = []
 
-    def start(names: list[str]) -> Elsewhere:
+    def start(names: list[str], is_awaited: bool = False) -> Elsewhere:
         started.append(Elsewhere(names))
         return started[-1]
 

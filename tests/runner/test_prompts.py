@@ -9,7 +9,8 @@ import torch
 from transformers import DynamicCache
 
 import lookahead_hf
-from lookahead_hf.block import flat, layout, masks
+from lookahead_hf.block import flat, layout
+from lookahead_hf.block.block import Block
 from tests.helpers import multimodal
 from tests.helpers.caches import CACHE
 from tests.helpers.compared import compared
@@ -54,7 +55,7 @@ def test_only_tokens_of_live_rows_are_fed(name: str, do_sample: bool) -> None:
 def test_rows_of_almost_the_same_length_attend_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call of attention for every row would take longer than a batch of short rows saves."""
     found: list[Any] = []
-    additive = masks.additive
+    additive = Block.additive
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         runs = flat.runs_of(*args, **kwargs)
@@ -66,7 +67,7 @@ def test_rows_of_almost_the_same_length_attend_together(monkeypatch: pytest.Monk
         return additive(*args)
 
     monkeypatch.setattr(layout, "runs_of", noted)
-    monkeypatch.setattr(masks, "additive", masked)
+    monkeypatch.setattr(Block, "additive", masked)
     given = batch()
     given["attention_mask"][:] = 1
     given["attention_mask"][1, 0] = given["attention_mask"][2, :3] = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from lookahead_hf.block.layout import Beginning, BlockShape
+from lookahead_hf.block.layout import BlockShape, PromptState
 from lookahead_hf.call import admission, execution
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.engines.cuda import graphs
@@ -76,11 +76,11 @@ class CudaRunner(Runner):
         self._replays = True  # the latest step was replayed
         self.execution: str | None = execution.NOT_ASKED_FOR
 
-    def begin(self, beginning: Beginning) -> None:
+    def begin(self, beginning: PromptState) -> None:
         super().begin(beginning)
         self._prepare(beginning)
 
-    def _prepare(self, beginning: Beginning) -> None:
+    def _prepare(self, beginning: PromptState) -> None:
         """Make the step, in a set of graphs if there is one for it."""
         self._state = StepState(self.cache, beginning.next_position)
         if self._wanted is not False:

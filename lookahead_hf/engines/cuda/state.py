@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from lookahead_hf.block import masks
-from lookahead_hf.block.tree_attention import ancestor_words
+from lookahead_hf.block.block import ancestor_words
 from lookahead_hf.cache.slots import ColumnCache, SlotGroup
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.rows import Rows
@@ -43,7 +42,7 @@ def pack(rows: Rows, draft: DraftTree, lengths: np.ndarray, width: int) -> np.nd
     assert width <= MAX_WIDTH, "a token has one bit in the words of the others"
     packed = np.zeros(_size(rows.num_rows, width), np.int64)
     fields = draft.padded(width, rows.last_tokens)
-    words = ancestor_words(masks.ancestors(fields[1]))
+    words = ancestor_words(fields[1])
     values = *fields, words, np.diff(draft.row_offsets), rows.live, lengths
     for field, value in zip(_views(packed, rows.num_rows, width), values, strict=True):
         field[:] = value

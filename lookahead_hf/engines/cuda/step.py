@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from lookahead_hf import kernels
-from lookahead_hf.block import masks, tree_attention
-from lookahead_hf.block.layout import Beginning, widened
-from lookahead_hf.block.masks import LazyMask, MaskKind
-from lookahead_hf.block.tree_attention import BlockTree
+from lookahead_hf.block import tree_attention
+from lookahead_hf.block.block import Block, Held, is_read
+from lookahead_hf.block.layout import PromptState, widened
 from lookahead_hf.cache.slots import SlotGroup
 from lookahead_hf.engines.cuda.state import DraftViews, GroupState, StepState
 from lookahead_hf.kernels import TreeWalk
 from lookahead_hf.model import compat
 from lookahead_hf.runner.forward import ForwardContext, running
-
-
-class Held(NamedTuple):
-    """What a group of layers holds when a step begins."""
-
-    lengths: torch.Tensor  # used slots, [rows] int64
-    pads: torch.Tensor  # column less slot of tokens behind the prompt, [rows] int64
-    columns: torch.Tensor  # of the tokens in the slots, [rows, capacity] int64
-    visible: int  # slots that the attention sees
 
 
 class StepFunction:
@@ -41,7 +30,7 @@ class StepFunction:
     def __init__(
         self,
         model: Any,
-        beginning: Beginning,
+        beginning: PromptState,
         state: StepState,
         by_kernel: Counter[bool] | None = None,
     ) -> None:
@@ -77,8 +66,18 @@ class StepFunction:
         state, draft = self._state, self._state.draft(width)
         fed = draft.lengths - state.prompt_lengths
         fed = fed.minimum((fed * draft.live).max())  # an ended text may have filled a table
-        held = self._hold(draft, visible)
-        built = self._masks(draft, held)
+        on_kernel = tree_attention.serves(draft.tokens.device, width)
+        block = Block(
+            draft.parents,
+            (draft.lengths + state.pads)[:, None] + draft.depth,
+            state.pads,
+            self._hold(draft, visible),
+            self._model.dtype,
+            given_words=draft.bits,
+            for_kernel=on_kernel,
+            by_length=self._cache.slots.extent.shown is None,
+        )
+        built = block.make_masks(is_causal=False, lazy=on_kernel)
         inputs = {
             **widened(self._passed, width),
             "input_ids": draft.tokens,
@@ -88,10 +87,10 @@ class StepFunction:
             "use_cache": True,
         }
         experts = compat.set_up_for_step(self._model, len(draft.tokens), width)
-        context = ForwardContext(self._trees(built, draft, held), by_kernel=self._by_kernel)
+        context = ForwardContext(block, by_kernel=self._by_kernel)
         with experts, running(context, draft.tokens.device):
             outputs = self._model(**inputs, return_dict=True)
-        self.reads_masks = any(masks.made(mask) is not None for mask in built.values())
+        self.reads_masks = any(is_read(mask) for mask in built.values())
         return outputs.logits, compat.last_hidden_states(outputs)
 
     def num_nodes(self, width: int) -> torch.Tensor:
@@ -131,59 +130,17 @@ class StepFunction:
         rows, width = draft.tokens.shape
         place = torch.arange(width, device=draft.tokens.device)
         row = torch.arange(rows, device=place.device)[:, None]
-        found: dict[SlotGroup, Held] = {}
+        held = dict[str, Held]()
         for group, part in self._groups:
             lengths, seen = _lengths(group, part, draft), min(visible, group.capacity)
             flat = row * group.capacity + lengths[:, None] + place
             group.place_at(flat.reshape(-1), seen)
             pads = self._state.pads if group.window is None else self._state.pads + part.dropped
-            found[group] = Held(lengths, pads, part.columns, seen)
-        return {name: found[group] for name, group in self._cache.slots.groups.items()}
-
-    def _trees(
-        self, built: dict[str, torch.Tensor], draft: DraftViews, held: dict[str, Held]
-    ) -> list[BlockTree]:
-        """Return the masks in the kernel's format, which has windows but no chunks."""
-        by_length = self._cache.slots.extent.shown is None
-        if not tree_attention.serves(draft.tokens.device, draft.tokens.shape[1]):
-            return []
-        return [
-            BlockTree(
-                built[kind.name],
-                held[kind.name].lengths,
-                draft.bits,
-                kind.window or 0,
-                held[kind.name].columns if kind.window else None,
-                held[kind.name].pads,
-                by_length=by_length,
-            )
-            for kind in self._kinds
-            if kind.chunk is None
-        ]
-
-    def _masks(self, draft: DraftViews, held: dict[str, Held]) -> dict[str, torch.Tensor]:
-        """Return the masks by the names of their kinds."""
-        made = {
-            kind.name: partial(self._mask, kind, draft, held[kind.name]) for kind in self._kinds
-        }
-        if not tree_attention.serves(draft.tokens.device, draft.tokens.shape[1]):
-            return {name: make() for name, make in made.items()}
-        rows, width = draft.tokens.shape
-        like = self._model.dtype, draft.tokens.device
-        return {
-            name: LazyMask.of(make, (rows, 1, width, held[name].visible), *like)
-            for name, make in made.items()
-        }
-
-    def _mask(self, kind: MaskKind, draft: DraftViews, held: Held) -> torch.Tensor:
-        """Return the mask of one kind, [rows, 1, width, visible]."""
-        places = torch.arange(draft.tokens.shape[1], device=draft.tokens.device)
-        seen = (draft.bits[:, :, None] >> places & 1) == 1
-        columns = None
-        if kind.is_limited:
-            columns = (held.lengths + held.pads)[:, None] + draft.depth, held.columns
-        given = kind, seen, held.lengths, held.visible, columns, self._state.pads
-        return masks.additive(*given, self._model.dtype)
+            for kind in self._kinds:
+                if self._cache.slots.groups[kind.name] is group:
+                    columns = part.columns if kind.is_limited else None
+                    held[kind.name] = Held(kind, lengths, seen, pads, columns)
+        return {kind.name: held[kind.name] for kind in self._kinds}
 
 
 def _lengths(group: SlotGroup, part: GroupState, draft: DraftViews) -> torch.Tensor:

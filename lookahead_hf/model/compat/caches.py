@@ -154,7 +154,7 @@ def _short(function: Any) -> Callable[..., Any]:
     return short
 
 
-def with_states(masks: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor | None]:
+def with_states(masks: Mapping[str, torch.Tensor | None]) -> Mapping[str, torch.Tensor | None]:
     """Add the masks that layers with a state look up; blocks hold no padding."""
     names = {name: masks.get(kind) for name, kind in STATE_ATTENTION.items()}
     return {**masks, **names, **dict.fromkeys(WITHOUT_ATTENTION)}

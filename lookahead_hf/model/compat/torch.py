@@ -80,6 +80,11 @@ def wrapper_tensor(
     return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
 
 
+def num_changes(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was written in place; inference tensors do not count it."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def map_only(kind: type[Any], function: Callable[[Any], Any], values: Any) -> Any:
     """Return nested values with a function applied to those of one type."""
     return tree_map_only(kind, function, values)

@@ -42,9 +42,9 @@ def open_model(
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     model, tokenizer = load(model_name(arguments, screen), "--model", arguments, screen)
-    lookahead_hf.enable(model)
     if drafts:
         wait_for_functions(screen, groups_of(model))
+    lookahead_hf.enable(model)
     if warms_up:
         warm_up(screen, model)
     return model, tokenizer
@@ -52,7 +52,7 @@ def open_model(
 
 def wait_for_functions(screen: Screen, groups: Sequence[Functions]) -> None:
     """Wait for compiled functions, and show that where it takes more than loading them."""
-    compilation.request(groups)
+    compilation.request(groups, is_awaited=True)
     missing = [each for each in groups if not each.ready(LOADING_SECONDS) and each.is_available()]
     if missing:
         about = sum(ABOUT_SECONDS[each.name] for each in missing)

@@ -18,7 +18,8 @@ from transformers.models.llama import modeling_llama
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig, kernels
-from lookahead_hf.block import masks, tree_attention
+from lookahead_hf.block import tree_attention
+from lookahead_hf.block.block import is_read
 from lookahead_hf.call.execution import REPLAYED, WAITS
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting.session import DraftSession
@@ -80,9 +81,9 @@ def attends(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
     """The kernel attends, or a stand-in that a tape can hold; counts its calls."""
     counts = Counter[bool]()
 
-    def attend(tree: Any, *args: Any) -> torch.Tensor:
-        counts[masks.made(tree.mask) is not None] += 1
-        return by_words(tree, *args)
+    def attend(block: Any, held: Any, *args: Any) -> torch.Tensor:
+        counts[any(map(is_read, block.masks.values()))] += 1
+        return by_words(block, held, *args)
 
     monkeypatch.setattr(tree_attention, "serves", lambda *_: True)
     monkeypatch.setattr(tree_attention, "is_faster", lambda *_: True)

@@ -6,33 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from lookahead_hf.block import masks
-from lookahead_hf.block.tree_attention import ancestor_words
+from lookahead_hf.block.block import ancestor_words
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.engines.cuda.state import DraftViews, _views, pack
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.transfer import HostCopy
 from tests.helpers.device import TapeRecorder, on_device
-
-
-def ancestors(parents: list[int]) -> list[set[int]]:
-    """Which tokens of a block each token sees."""
-    found: list[set[int]] = []
-    for token, parent in enumerate(parents):
-        found.append({token} | (found[parent] if parent >= 0 else set()))
-    return found
-
-
-@pytest.mark.parametrize("width", [1, 2, 7, 64, 70])
-def test_a_token_sees_itself_and_its_ancestors(width: int) -> None:
-    rng = np.random.default_rng(width)
-    rows = [[-1, *(int(rng.integers(-1, i)) for i in range(1, width))], [*range(-1, width - 1)]]
-    seen = masks.ancestors(np.array(rows))
-    expected = [ancestors(row) for row in rows]
-    assert [[{*np.flatnonzero(each).tolist()} for each in row] for row in seen] == expected
-    if width <= 64:
-        words = ancestor_words(seen)
-        assert ((words[:, :, None] >> np.arange(width) & 1) == seen).all()
 
 
 def test_a_packed_draft_holds_every_node_and_its_ancestors() -> None:
@@ -44,7 +23,7 @@ def test_a_packed_draft_holds_every_node_and_its_ancestors() -> None:
     fields = DraftViews(*_views(pack(rows, draft, np.array([5, 6]), 64), 2, 64))
     assert np.array_equal(fields[:3], draft.padded(64, rows.last_tokens))
     assert [each.tolist() for each in fields[4:]] == [[63, 2], [1, 1], [5, 6]]
-    assert np.array_equal(fields.bits, ancestor_words(masks.ancestors(np.array(fields.parents))))
+    assert np.array_equal(fields.bits, ancestor_words(fields.parents))
     assert fields.bits[0, 63] < 0  # the 64th token's own bit is the sign
 
 

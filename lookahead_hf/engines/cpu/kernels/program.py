@@ -58,6 +58,10 @@ def functions() -> ModuleType:
     return _program_numba
 
 
+Part = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+"""What the tokens of some consecutive rows of a block see: the first arguments of `plan_rows`."""
+
+
 class Plan:
     """What attention sees in the layers that take the same mask.
 
@@ -69,32 +73,20 @@ class Plan:
         tails: Slots within a row that tokens see one by one, int64.
     """
 
-    def __init__(
-        self,
-        slots: np.ndarray,
-        parts: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]],
-    ) -> None:
-        """Find out which slots tokens see.
-
-        Args:
-            slots: As in the attributes.
-            parts: Of consecutive rows: whether a token sees a slot, [rows, width, slots] bool; the
-                tokens of each row, [rows]; the first slot of each, [rows].
-        """
+    def __init__(self, slots: np.ndarray, parts: Sequence[Part]) -> None:
+        """Plan a block whose K and V are in `slots`, and which consists of `parts`."""
         from lookahead_hf.engines.cpu.kernels._plan_numba import plan_rows
 
         num_tokens = len(slots)
         segments = np.empty((num_tokens, fields.SEGMENT_FIELDS), np.int64)
         self._starts = np.zeros(num_tokens + 1, np.int64)
-        tails = np.empty(
-            sum(seen.shape[1] * seen.shape[0] * seen.shape[2] for seen, *_ in parts), np.int64
-        )
+        tails = np.empty(sum(above.size * above.shape[1] for above, *_ in parts), np.int64)
         self.slots = slots
         first, num_segments, pitch = 0, 0, 0
-        for seen, counts, row_slots in parts:
+        for part in parts:
             room = segments[num_segments:], self._starts, tails
-            added, longest = plan_rows(seen, counts, row_slots, first, fields.SIDE_BY_SIDE, *room)
-            first, num_segments = first + int(counts.sum()), num_segments + added
+            added, longest = plan_rows(*part, first, fields.SIDE_BY_SIDE, *room)
+            first, num_segments = first + int(part[1].sum()), num_segments + added
             pitch = max(pitch, longest)
         self.pitch = (pitch + 15) // 16 * 16
         self.segments, self.tails = segments[:num_segments], tails[: self._starts[-1]]
@@ -171,8 +163,8 @@ def compact_path(
 
 
 def _load_plans() -> None:
-    seen, counts = np.ones((1, 1, 1), bool), np.ones(1, np.int64)
-    Plan(np.zeros(1, np.int64), [(seen, counts, np.zeros(1, np.int64))])
+    none, one = np.zeros((1, 1), np.int64), np.ones(1, np.int64)
+    Plan(one - 1, [(none - 1, one, one - 1, none, none[:0], none, one - 1)])
 
 
 def _load_choices() -> None:

@@ -2,90 +2,60 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from lookahead_hf.block.block import Block
 from lookahead_hf.cache.slots import SlotGroup
 from lookahead_hf.engines.cpu.kernels import fields
-from lookahead_hf.engines.cpu.kernels.program import MOST_TOKENS, Plan, Workspace
+from lookahead_hf.engines.cpu.kernels.program import MOST_TOKENS, Part, Plan, Workspace
 from lookahead_hf.engines.cpu.layers.programs import Program
+from lookahead_hf.runner.forward import ForwardContext
 
-_Part = tuple[np.ndarray, np.ndarray, np.ndarray]
 
-
-def plan_of(mask: Any, group: SlotGroup, rows: int, width: int, flat: Any) -> Plan | None:
-    """Return which slots the tokens of a block see, None if its mask does not say so.
+def plan_of(
+    context: ForwardContext, mask: Any, group: SlotGroup, rows: int, width: int
+) -> Plan | None:
+    """Return which slots the tokens of a block see, None if a layer got another mask than ours.
 
     Args:
-        mask: The mask that a layer gets, [rows, 1, width, visible] or None; for a flat block the
-            stand-in for its masks.
+        context: The forward.
+        mask: The mask that a layer got.
         group: The layers of the cache that take it.
-        rows: Rows of the block.
+        rows: Rows of what the layer computes.
         width: Tokens per row.
-        flat: The flat block, else None.
     """
-    block, capacity = group.block, group.capacity
-    if block is None:
+    place, capacity, block = group.block, group.capacity, context.block
+    kind = None if place is None or block is None else block.kind_of(mask, group)
+    if place is None or block is None or kind is None:
         return None
-    if block.flat_slots is not None:
-        slots = np.ascontiguousarray(block.flat_slots.numpy(), np.int64)
+    if place.flat_slots is not None:
+        slots = np.ascontiguousarray(place.flat_slots.numpy(), np.int64)
     else:
-        assert block.span is not None
-        span = np.arange(block.span.start, block.span.stop)
+        assert place.span is not None
+        span = np.arange(place.span.start, place.span.stop)
         slots = (np.arange(rows)[:, None] * capacity + span).reshape(-1)
-    if flat is not None:
-        parts = [_of_run(each, capacity) for each in flat.masks_of(mask)]
-    else:
-        seen = _seen(mask, rows, width, block.visible)
-        if seen is None:
-            return None
-        parts = [(seen, np.full(rows, width, np.int64), np.arange(rows) * capacity)]
-    if len(slots) != rows * width or not _fit(slots, parts, len(group.dropped), capacity):
-        return None
-    return Plan(slots, parts)
+    parts = [_planned(own, kind, counts, row * capacity) for own, counts, row in block.parts]
+    num_tokens = sum(int(counts.sum()) for _, counts, *_ in parts)
+    is_inside = int(slots.min()) >= 0 and int(slots.max()) < len(group.dropped) * capacity
+    is_inside &= all(int((held + added).max()) <= capacity for _, added, held, *_ in parts)
+    is_whole = num_tokens == len(slots) == rows * width
+    return Plan(slots, parts) if is_inside and is_whole else None
 
 
-def _fit(slots: np.ndarray, parts: list[_Part], rows: int, capacity: int) -> bool:
-    """Return whether parts cover each token, and all slots are in the cache."""
-    counts = sum(int(of_rows.sum()) for _, of_rows, _ in parts)
-    last = max(int(firsts.max()) for _, _, firsts in parts) // capacity
-    are_seen = all(seen.shape[2] <= capacity for seen, _, _ in parts)
-    is_inside = int(slots.min()) >= 0 and max(int(slots.max()) // capacity, last) < rows
-    return counts == len(slots) and are_seen and is_inside
-
-
-def _of_run(of_run: Any, capacity: int) -> _Part:
-    """Return which slots the tokens of a run see, each row's number of tokens and first slot."""
-    run = of_run.run
-    counts = run.counts.astype(np.int64)
-    seen = _seen(of_run.mask, len(counts), run.width, of_run.visible)
-    if seen is None:  # beginnings of texts: each token sees those before it
-        seen = np.tri(run.width, of_run.visible, dtype=bool)[None].repeat(len(counts), 0)
-    return seen, counts, np.arange(run.rows.start, run.rows.stop) * capacity
-
-
-def _seen(mask: Any, rows: int, width: int, visible: int) -> np.ndarray | None:
-    """Return which slots tokens see, [rows, width, visible]; None if the mask does not say so."""
-    if mask is None:
-        return np.ones((rows, 1, visible), bool) if width == 1 else None
-    if type(mask) is not torch.Tensor or mask.dim() != 4 or mask.shape[1] != 1:
-        return None
-    if mask.shape[2] != width or mask.shape[3] < visible:
-        return None
-    mask = mask[:, 0, :, :visible]
-    seen = mask if mask.dtype == torch.bool else mask == 0
-    if seen is not mask and not bool((seen | (mask <= _lowest(mask.dtype))).all()):
-        return None  # a bias of the scores
-    whole: np.ndarray = seen.expand(rows, -1, -1).contiguous().numpy()
-    return whole
-
-
-def _lowest(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).min if dtype.is_floating_point else -math.inf
+def _planned(block: Block, kind: str, counts: np.ndarray, first_slot: int) -> Part:
+    """Return what tokens see of rows whose first slot is this one of the cache."""
+    held, query = block.held[kind], block.query.numpy()
+    least = columns = np.empty((0, 0), np.int64)
+    if held.columns is not None:
+        columns = np.ascontiguousarray(held.columns.numpy())
+        least = held.kind.least_seen(query, block.pads.numpy()[:, None])
+    row_slots = first_slot + np.arange(len(counts)) * held.group.capacity
+    lengths = held.lengths.numpy()
+    return (block.parents, counts, lengths, query, least, columns, row_slots)
 
 
 ARGUMENTS = ("stream", "out", "k_store", "v_store", "plan", "cos", "sin", "rotated", "wide")

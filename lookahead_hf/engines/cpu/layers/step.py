@@ -169,7 +169,7 @@ class LayerStep:
         mask = kwargs.get("attention_mask")
         key = id(mask), id(group)
         if key not in self._plans:
-            self._plans[key] = plan_of(mask, group, x.shape[0], x.shape[1], self._context.flat)
+            self._plans[key] = plan_of(self._context, mask, group, x.shape[0], x.shape[1])
             self._held.append(mask)  # keeps its id taken
         plan = self._plans[key]
         if plan is None:

@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from lookahead_hf.cache.slots import Block
 from lookahead_hf.engines.cpu.kernels import fields
 from lookahead_hf.engines.cpu.kernels.program import MOST_TOKENS, Plan
 from lookahead_hf.engines.cpu.layers.descriptions import of_layer, of_linear
 from lookahead_hf.engines.cpu.layers.programs import Unknown
-from lookahead_hf.engines.cpu.layers.room import Room, Unit, plan_of
+from lookahead_hf.engines.cpu.layers.room import Room, Unit
 from lookahead_hf.engines.cpu.layers.step import LayerStep
 from lookahead_hf.runner.forward import ForwardContext
 from tests.helpers.bounds import bounds_checked, check_plan
@@ -94,43 +93,6 @@ def test_memory_is_asked_for_again_before_it_is_read(change: Callable[[Any], Non
         room.run([unit], [given], 1, 0)
 
 
-# Plans.
-
-
-def planned(mask: Any, rows: int = 1, width: int = 2, **block: Any) -> Plan | None:
-    """Plan a block behind three slots of one row in a cache of eight."""
-    given = {"span": slice(3, 5), "flat_slots": None, "visible": 5} | block
-    group: Any = SimpleNamespace(block=Block(**given), capacity=8, dropped=np.zeros(1, np.int64))
-    return plan_of(mask, group, rows, width, None)
-
-
-SEEN = torch.ones(1, 1, 2, 5, dtype=torch.bool).tril(3)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_mask_hides_or_shows_and_does_nothing_else(dtype: torch.dtype) -> None:
-    assert planned(SEEN) is not None
-    for lowest in (torch.finfo(dtype).min, -torch.inf):
-        mask = torch.zeros(SEEN.shape, dtype=dtype).masked_fill(~SEEN, lowest)
-        plan = planned(mask)
-        assert plan is not None and plan.segments[0, fields.END] == 4
-        for bias in (-1.0, 1e4, torch.nan, torch.inf):
-            biased = mask.clone()
-            biased[..., 1] = bias
-            assert planned(biased) is None
-
-
-def test_a_block_outside_of_the_cache_has_no_plan() -> None:
-    assert planned(SEEN, span=slice(7, 9)) is None
-    assert planned(SEEN, span=slice(3, 6)) is None  # more places than tokens
-    assert planned(SEEN.expand(2, -1, -1, -1), rows=2) is None  # more rows than the cache has
-    wide = torch.ones(1, 1, 2, 9, dtype=torch.bool)
-    assert planned(wide, visible=9) is None
-    assert planned(SEEN, span=None, flat_slots=torch.tensor([3, 4])) is not None
-    assert planned(SEEN, span=None, flat_slots=torch.tensor([3, -1])) is None
-    assert planned(SEEN, span=None, flat_slots=torch.tensor([3, 4, 5])) is None
-
-
 @pytest.mark.parametrize("name", ["k_store", "v_store"])
 def test_a_store_of_other_slots_than_the_cache_is_not_written(name: str) -> None:
     cache = cache_of(None, [3, 3])
@@ -186,8 +148,10 @@ def test_a_program_out_of_bounds_raises(
 
 
 def test_a_plan_out_of_bounds_raises() -> None:
-    plan = planned(SEEN)
-    assert plan is not None
+    above, one = np.array([[-1, -1]]), np.ones(1, np.int64)
+    none = np.zeros((0, 0), np.int64)
+    part = above, 2 * one, 3 * one, above, none, none, 0 * one
+    plan = Plan(np.array([3, 4]), [part])
     check_plan(plan, 1, 8)
     with pytest.raises(IndexError, match="slots"):
         check_plan(plan, 1, 4)
@@ -197,6 +161,7 @@ def test_a_plan_out_of_bounds_raises() -> None:
         with pytest.raises(IndexError, match="outside of their room"):
             check_plan(plan, 1, 8)
         plan.segments[0, field] = kept
+    assert plan.tails.tolist() == [3, 4]
     plan.tails[:] = 8
     with pytest.raises(IndexError, match="tails"):
         check_plan(plan, 1, 8)
