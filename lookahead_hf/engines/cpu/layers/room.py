@@ -17,7 +17,9 @@ from lookahead_hf.engines.cpu.layers.programs import Program
 _Part = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
-def plan_of(mask: Any, group: SlotGroup, rows: int, width: int, flat: Any) -> Plan | None:
+def plan_of(
+    mask: Any, group: SlotGroup, rows: int, width: int, flat: Any, most: int = fields.SIDE_BY_SIDE
+) -> Plan | None:
     """Return which slots the tokens of a block see, None if its mask does not say so.
 
     Args:
@@ -27,6 +29,7 @@ def plan_of(mask: Any, group: SlotGroup, rows: int, width: int, flat: Any) -> Pl
         rows: Rows of the block.
         width: Tokens per row.
         flat: The flat block, else None.
+        most: Most tokens of a segment.
     """
     block, capacity = group.block, group.capacity
     if block is None:
@@ -46,7 +49,7 @@ def plan_of(mask: Any, group: SlotGroup, rows: int, width: int, flat: Any) -> Pl
         parts = [(seen, np.full(rows, width, np.int64), np.arange(rows) * capacity)]
     if len(slots) != rows * width or not _fit(slots, parts, len(group.dropped), capacity):
         return None
-    return Plan(slots, parts)
+    return Plan(slots, parts, most)
 
 
 def _fit(slots: np.ndarray, parts: list[_Part], rows: int, capacity: int) -> bool:

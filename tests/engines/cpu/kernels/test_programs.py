@@ -11,9 +11,20 @@ from torch import nn
 
 from lookahead_hf.engines.cpu.kernels import fields
 from lookahead_hf.engines.cpu.kernels.fields import bits
-from lookahead_hf.engines.cpu.kernels.program import Plan, Workspace
+from lookahead_hf.engines.cpu.kernels.program import Plan, Workspace, segment_of
+from tests.helpers.tiles import use_loops
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(name="dtype", params=[*DTYPES, "tiles"], ids=str)
+def _dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    """A dtype that there are kernels for; that of tiles once more, by loops in place of AMX."""
+    if request.param != "tiles":
+        return request.param
+    use_loops(monkeypatch)
+    return torch.bfloat16
+
 
 SIZES = ((1, 1), (3, 5), (40, 33), (64, 96), (130, 4), (576, 48))
 """Inputs and outputs of a linear layer: multiples of a vector, and others."""
@@ -56,7 +67,6 @@ def limit(dtype: torch.dtype) -> float:
     return {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}[dtype]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("num_tokens", [1, 2, 5, 6, 7, 13, 19, 128])
 def test_a_linear_layer_is_torchs(
@@ -70,7 +80,6 @@ def test_a_linear_layer_is_torchs(
     assert error(linear(x, weight), without) < limit(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_beside_a_token_does_not_change_its_bits(dtype: torch.dtype) -> None:
     x, weight = torch.randn(64, 200).to(dtype), torch.randn(70, 200).to(dtype)
     whole = linear(x, weight)
@@ -89,7 +98,6 @@ def test_results_are_added_times_a_factor() -> None:
     ("flavour", "own"),
     [(fields.SILU, nn.SiLU()), (fields.GELU_TANH, nn.GELU(approximate="tanh"))],
 )
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_activations_are_torchs(flavour: int, own: nn.Module, dtype: torch.dtype) -> None:
     x = torch.linspace(-100, 100, 4001, dtype=dtype)[:, None]
     activated = linear(x, torch.ones(1, 1, dtype=dtype), FLAVOUR=flavour)
@@ -97,7 +105,6 @@ def test_activations_are_torchs(flavour: int, own: nn.Module, dtype: torch.dtype
     assert bool((difference <= limit(dtype) * (0.1 + own(x.float()).abs())).all())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [7, 48, 576])
 @pytest.mark.parametrize("flavour", range(4))
 def test_norms(dtype: torch.dtype, size: int, flavour: int) -> None:
@@ -146,7 +153,8 @@ def attended(
     rows, width, heads, dim = q.shape
     out, slots = torch.empty_like(q), k.shape[1]
     counts, firsts = np.full(rows, width, np.int64), np.arange(rows) * slots
-    plan = Plan(np.zeros(rows * width, np.int64), [(seen, counts, firsts)])
+    parts = [(seen, counts, firsts)]
+    plan = Plan(np.zeros(rows * width, np.int64), parts, segment_of(q.dtype))
     op = {
         fields.KIND: fields.ATTEND,
         fields.SOURCE: q.data_ptr(),
@@ -184,7 +192,6 @@ def tree_mask(rows: int, width: int, slots: int, seed: int, window: int = 0) -> 
     return seen
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [8, 12, 64, 80, 96, 128])
 @pytest.mark.parametrize(("heads", "shared"), [(4, 4), (6, 2), (3, 1)])
 @pytest.mark.parametrize("window", [0, 5])
@@ -217,7 +224,6 @@ def test_scores_are_limited() -> None:
     assert error(attended(4 * q, k, v, seen, limit=2.0), expected) < 1e-5
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_has_the_same_bits_wherever_unseen_tokens_are(dtype: torch.dtype) -> None:
     """A node sees its ancestors in other slots, beside other nodes, in another row."""
     heads, dim, length, depth = 2, 48, 37, 4
