@@ -64,13 +64,14 @@ def compiled(request: pytest.FixtureRequest) -> None:
     Tests of a GPU alone need no kernels for a CPU, which take 46 seconds of one core.
     """
     import lookahead_hf.drafting.registry  # noqa: F401 (says what there is to compile)
-    import lookahead_hf.engines.cpu.layers  # noqa: F401 (the same)
+    from lookahead_hf.engines.cpu.kernels import program
     from lookahead_hf.ngram_pool import compilation
 
     if importlib.util.find_spec("numba"):
-        on_gpu = request.config.getoption("markexpr") == "gpu"
-        groups = [compilation.drafting] if on_gpu else compilation.GROUPS.values()
-        compilation.wait([*groups])
+        groups = [compilation.drafting]
+        if request.config.getoption("markexpr") != "gpu":
+            groups += program.groups_of(program.KINDS)
+        compilation.wait(groups)
 
 
 @pytest.fixture(scope="module")

@@ -289,8 +289,12 @@ drafting = Functions("drafting")
 common = Functions("common")
 """The kernels for a CPU that serve all dtypes."""
 
-kernels = {name: Functions(name) for name in ("bfloat16", "float32", "float16")}
-"""The kernels for a CPU that compute layers, by the name of the dtype."""
+kernels = {
+    name: Functions(name)
+    for name in ("bfloat16", "float32", "float16", "bfloat16_amx", "bfloat16_loops")
+}
+"""The kernels for a CPU that compute layers, by the name of the dtype, and of what multiplies tiles
+where products are not made by vectors."""
 
 GROUPS = {each.name: each for each in (drafting, common, *kernels.values())}
 """All groups by name, in the order in which a process compiles them."""

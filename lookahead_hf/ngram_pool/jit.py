@@ -192,9 +192,8 @@ def writable() -> Path | None:
 def key_of(name: str) -> str:
     """Return a file name for code that was compiled from these sources for this processor."""
     package = _HERE.parents[1]
-    sources = [
-        _sources(package / each, "**/*.py") for each in ("drafting", "kernels", "ngram_pool")
-    ]
+    folders = "drafting", "engines/cpu/kernels", "ngram_pool"
+    sources = [_sources(package / each, "**/*.py") for each in folders]
     processor = cpu_target.target_context.codegen().magic_tuple()
     made_of = sys.version_info[:2], numba.__version__, processor, sources
     return f"{name}-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.compiled"

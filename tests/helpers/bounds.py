@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lookahead_hf.engines.cpu.kernels import fields
-from lookahead_hf.engines.cpu.kernels.program import MOST_TOKENS, Plan
+from lookahead_hf.engines.cpu.kernels.program import MOST_TOKENS, Plan, tile_floats, tiles_of
 from lookahead_hf.engines.cpu.layers import step
 from lookahead_hf.engines.cpu.layers.descriptions import numbers_at
 from lookahead_hf.engines.cpu.layers.programs import Program
@@ -88,11 +88,12 @@ def check_bounds(
             _check(f"field {field} of operation {op}", own.data_ptr() <= start <= last)
         else:
             _check(f"the address of {of}", start != 0 or not count)
+    by_tiles = bool(tiles_of(program.dtype))
     for op, values in enumerate(ops):
-        _check(f"scratch of operation {op}", _scratch(values, num_tokens) <= floats)
+        _check(f"scratch of operation {op}", _scratch(values, num_tokens, by_tiles) <= floats)
 
 
-def _scratch(op: np.ndarray, num_tokens: int) -> int:
+def _scratch(op: np.ndarray, num_tokens: int, by_tiles: bool) -> int:
     """Return the float32 numbers that a thread writes during an operation."""
     kind = op[fields.KIND]
     if kind in (fields.LINEAR, fields.GATED):
@@ -101,13 +102,28 @@ def _scratch(op: np.ndarray, num_tokens: int) -> int:
         return 2 * int(op[fields.SIZE])
     plan = _longs(op[fields.PLAN], fields.PLAN_FIELDS)
     size = int(plan[fields.NUM_SEGMENTS]) * fields.SEGMENT_FIELDS
-    counts = _longs(plan[fields.SEGMENTS], size)[fields.COUNT :: fields.SEGMENT_FIELDS]
+    segments = _longs(plan[fields.SEGMENTS], size).reshape(-1, fields.SEGMENT_FIELDS)
+    counts = segments[:, fields.COUNT]
     _check("tokens of a plan", int(counts.sum()) == num_tokens)
+    if by_tiles:
+        return max(_scratch_of_tiles(op, plan, segment) for segment in segments)
     return int(counts.max() * (plan[fields.PITCH] + op[fields.SIZE])) + 64
+
+
+def _scratch_of_tiles(op: np.ndarray, plan: np.ndarray, segment: np.ndarray) -> int:
+    """Return the float32 numbers that a thread writes when it attends by tiles for a segment."""
+    first, count = segment[fields.FIRST], segment[fields.COUNT]
+    starts = _longs(plan[fields.TAIL_STARTS], first + count + 1)
+    tails = _longs(plan[fields.TAILS], starts[-1])[starts[first] :]
+    last = max([segment[fields.END], *(tails + 1)])
+    queries = count * op[fields.HEADS] // op[fields.SHARED]
+    return tile_floats(queries, last - segment[fields.BEGIN], op[fields.SIZE])
 
 
 def _longs(address: int, count: int) -> np.ndarray:
     """Return int64 numbers at an address."""
+    if not count:
+        return np.empty(0, np.int64)
     return np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(int(address)))
 
 

@@ -1,8 +1,11 @@
 """Programs: operations of decoder layers, carried out by a team of threads.
 
-An operation is cut into pieces. Every thread takes the next piece until none is left, and waits
-until the others have finished theirs. No piece belongs to a thread, so that a thread that comes
-late, or never, costs only speed.
+An operation is cut into pieces. Every thread begins with a range of its own, since memory brings a
+weight faster in order, takes what others have left of theirs, and waits until all is finished. A
+thread that comes late, or never, thus costs only speed.
+
+Products and attention are made by lanes of vectors (`lanes`) or by tiles (`tiles`). One of these
+arguments is None in each program, and numba compiles nothing that asks for it.
 
 Weights are read where the model has them, so no copy can be out of date. Results of 16 bits are
 rounded where transformers' layers round them; sums within a product or in attention are float32.
@@ -18,6 +21,14 @@ from numba import types
 from lookahead_hf.engines.cpu.kernels._attention_numba import attend
 from lookahead_hf.engines.cpu.kernels._elementwise_numba import activate, near, norm, rotate
 from lookahead_hf.engines.cpu.kernels._products_numba import product
+from lookahead_hf.engines.cpu.kernels._tile_attention_numba import attend_by_tiles
+from lookahead_hf.engines.cpu.kernels._tile_products_numba import (
+    ROOM,
+    columns_of,
+    is_packed,
+    pack,
+    product_by_tiles,
+)
 from lookahead_hf.engines.cpu.kernels.fields import (
     ADD,
     ATTEND,
@@ -47,12 +58,15 @@ from lookahead_hf.engines.cpu.kernels.fields import (
     ROTATED,
     SCRATCH,
     SCRATCH_SIZE,
+    SHARED,
     SIN,
     SIZE,
     SLOTS,
     SOURCE,
     TARGET,
+    THREADS,
     TICKETS,
+    TILE_ROOM,
     TO_SLOTS,
     TOKENS,
     WEIGHT,
@@ -69,6 +83,7 @@ from lookahead_hf.engines.cpu.kernels.scalars import (
     width_of,
     yield_core,
 )
+from lookahead_hf.engines.cpu.kernels.tiles import TILE, configure, release_tiles
 from lookahead_hf.ngram_pool.jit import entry_point, jit_inner_numbers
 
 _PATIENCE = 2_000
@@ -111,13 +126,29 @@ def _turn(op, token, scratch, kind):
 
 
 @jit_inner_numbers
-def _multiply(op, tokens, piece, scratch, kind):
+def _product(w, first, last, size, x, tokens, out, pitch, scratch, room, after, kind, lanes, tiles):
+    """Multiply the rows `first` to `last` of a weight by tokens; tiles have them packed in a room.
+
+    `scratch` is behind the results, and `after` what the thread multiplies next.
+    """
+    if lanes is not None:
+        product(w, first, last, size, x, tokens, out, pitch, scratch, kind)
+    if tiles is not None:
+        length, packed = size * width_of(kind), x if is_packed(tokens, size) else room + ROOM
+        at, rows = w + first * length, last - first
+        product_by_tiles(at, length, rows, size, packed, tokens, out, pitch, room, after, tiles)
+
+
+@jit_inner_numbers
+def _multiply(op, tokens, piece, scratch, room, after, kind, lanes, tiles):
     """Multiply a piece of a linear layer's weight, and store the results or add them."""
     pitch, stride = op[PIECE], op[OUTPUTS]
     first = piece * pitch
     count, width = min(pitch, stride - first), width_of(kind)
-    size, last, room = op[SIZE], first + count, scratch + tokens * pitch * 4
-    product(op[WEIGHT], first, last, size, op[SOURCE], tokens, scratch, pitch, room, kind)
+    size, last, rest = op[SIZE], first + count, scratch + tokens * pitch * 4
+    w, x = op[WEIGHT], op[SOURCE]
+    after = after if after else w + last * size * width
+    _product(w, first, last, size, x, tokens, scratch, pitch, rest, room, after, kind, lanes, tiles)
     bias, flavour, factor = op[BIAS], op[FLAVOUR], float_of(op[FACTOR])
     slots = longs(longs(op[PLAN])[SLOTS]) if op[MODE] == TO_SLOTS else longs(0)
     for t in range(tokens):
@@ -143,15 +174,19 @@ def _multiply(op, tokens, piece, scratch, kind):
 
 
 @jit_inner_numbers
-def _gate(op, tokens, piece, scratch, kind):
+def _gate(op, tokens, piece, scratch, room, after, kind, lanes, tiles):
     """Multiply a piece of both weights of a gated unit, and gate the one by the other."""
     pitch, size, stride = op[PIECE], op[SIZE], op[OUTPUTS]
     first = piece * pitch
     count, width, flavour = min(pitch, stride - first), width_of(kind), op[FLAVOUR]
     other, last = scratch + tokens * pitch * 4, first + count
-    room = other + tokens * pitch * 4
-    product(op[WEIGHT], first, last, size, op[SOURCE], tokens, scratch, pitch, room, kind)
-    product(op[WEIGHT_2], first, last, size, op[SOURCE], tokens, other, pitch, room, kind)
+    rest = other + tokens * pitch * 4
+    w, w2, x = op[WEIGHT], op[WEIGHT_2], op[SOURCE]
+    after, between = after if after else w + last * size * width, w2 + first * size * width
+    _product(
+        w, first, last, size, x, tokens, scratch, pitch, rest, room, between, kind, lanes, tiles
+    )
+    _product(w2, first, last, size, x, tokens, other, pitch, rest, room, after, kind, lanes, tiles)
     for t in range(tokens):
         a = numbers(scratch + t * pitch * 4, _SINGLE)
         b = numbers(other + t * pitch * 4, _SINGLE)
@@ -170,25 +205,28 @@ def _gate(op, tokens, piece, scratch, kind):
 
 
 @jit_inner_numbers
-def _num_pieces(op, tokens):
+def _num_pieces(op, tokens, lanes):
     """Return the number of pieces of an operation."""
     kind = op[KIND]
     if kind in (LINEAR, GATED):
         return (op[OUTPUTS] + op[PIECE] - 1) // op[PIECE]
     if kind == ATTEND:
-        return longs(op[PLAN])[NUM_SEGMENTS] * op[HEADS]
+        return longs(op[PLAN])[NUM_SEGMENTS] * (op[SHARED] if lanes is None else op[HEADS])
     return tokens
 
 
 @jit_inner_numbers
-def _carry_out(op, tokens, piece, scratch, kind):
+def _carry_out(op, tokens, piece, scratch, room, after, kind, lanes, tiles):
     """Carry out a piece of an operation."""
     if op[KIND] == LINEAR:
-        _multiply(op, tokens, piece, scratch, kind)
+        _multiply(op, tokens, piece, scratch, room, after, kind, lanes, tiles)
     elif op[KIND] == GATED:
-        _gate(op, tokens, piece, scratch, kind)
+        _gate(op, tokens, piece, scratch, room, after, kind, lanes, tiles)
     elif op[KIND] == ATTEND:
-        attend(op, piece, scratch, kind)
+        if lanes is not None:
+            attend(op, piece, scratch, kind)
+        if tiles is not None:
+            attend_by_tiles(op, piece, scratch, room, columns_of(tokens), tiles)
     elif op[KIND] == NORM:
         _normalize(op, piece, scratch, kind)
     else:
@@ -207,50 +245,120 @@ def _wait(address, count):
 
 
 @jit_inner_numbers
-def run(address, kind):
+def _op(job, number):
+    """Return the fields of an operation."""
+    return longs(job[FIRST_OP] + number * OP_FIELDS * 8)
+
+
+@jit_inner_numbers
+def _phase(job, first, lanes):
+    """Return where operations that may run at the same time end, and the number of their pieces."""
+    last, total = first, 0
+    while True:
+        op = _op(job, last)
+        total += _num_pieces(op, job[TOKENS], lanes)
+        last += 1
+        if not op[JOINS_NEXT]:
+            return last, total
+
+
+@jit_inner_numbers
+def _place(job, first, piece, lanes):
+    """Return the operation of a phase that a piece belongs to, and its number there."""
+    count = _num_pieces(_op(job, first), job[TOKENS], lanes)
+    while piece >= count:
+        piece -= count
+        first += 1
+        count = _num_pieces(_op(job, first), job[TOKENS], lanes)
+    return first, piece
+
+
+@jit_inner_numbers
+def _multiplies(op):
+    return op[KIND] == LINEAR or op[KIND] == GATED
+
+
+@jit_inner_numbers
+def _next_weight(job, first, me, kind, lanes):
+    """Return the rows that a thread multiplies first in the next phase that has products, or 0."""
+    while first < job[NUM_OPS]:
+        last, total = _phase(job, first, lanes)
+        if _multiplies(_op(job, first)):
+            at, piece = _place(job, first, total * me // job[THREADS], lanes)
+            op = _op(job, at)
+            return op[WEIGHT] + piece * op[PIECE] * op[SIZE] * width_of(kind)
+        first = last
+    return 0
+
+
+@jit_inner_numbers
+def run(address, kind, lanes, tiles):
     """Do one thread's part of the job at an address, which all threads share."""
     job = longs(address)
-    tokens, counter = job[TOKENS], job[COUNTERS]
-    scratch = job[SCRATCH] + take(job[TICKETS]) * job[SCRATCH_SIZE]
+    tokens, counter, threads = job[TOKENS], job[COUNTERS], job[THREADS]
+    me = take(job[TICKETS])
+    room = job[SCRATCH] + me * job[SCRATCH_SIZE]
+    scratch = room + job[TILE_ROOM]
+    if tiles is not None:
+        configure(room, TILE, columns_of(tokens), tiles)
     first = 0
     while first < job[NUM_OPS]:
-        last, total = first, 0
-        while True:  # operations that may run at the same time
-            op = longs(job[FIRST_OP] + last * OP_FIELDS * 8)
-            total += _num_pieces(op, tokens)
-            if not op[JOINS_NEXT]:
-                break
-            last += 1
-        while True:
-            piece = take(counter)
-            if piece >= total:
-                break
-            at, part = first, piece
-            op = longs(job[FIRST_OP] + at * OP_FIELDS * 8)
-            while part >= _num_pieces(op, tokens):
-                part -= _num_pieces(op, tokens)
-                at += 1
-                op = longs(job[FIRST_OP] + at * OP_FIELDS * 8)
-            _carry_out(op, tokens, part, scratch, kind)
-            take(counter + COUNTER_STRIDE * 8)
-        _wait(counter + COUNTER_STRIDE * 8, total)
-        counter += 2 * COUNTER_STRIDE * 8
-        first = last + 1
+        last, total = _phase(job, first, lanes)
+        packed, next_weight = 0, 0
+        if tiles is not None:
+            next_weight = _next_weight(job, last, me, kind, lanes)
+        for other in range(threads):
+            owner = (me + other) % threads
+            begin, end = total * owner // threads, total * (owner + 1) // threads
+            mine = counter + (1 + owner) * COUNTER_STRIDE * 8
+            while look(mine) < end - begin:
+                piece = begin + take(mine)
+                if piece >= end:
+                    break
+                at, part = _place(job, first, piece, lanes)
+                op, after = _op(job, at), 0
+                if tiles is not None and _multiplies(op):
+                    if op[SOURCE] != packed and not is_packed(tokens, op[SIZE]):
+                        packed = op[SOURCE]
+                        pack(packed, tokens, op[SIZE], room + ROOM)
+                    if piece + 1 == end:
+                        after = next_weight
+                    elif part + 1 == _num_pieces(op, tokens, lanes):
+                        after = _op(job, at + 1)[WEIGHT]
+                _carry_out(op, tokens, part, scratch, room, after, kind, lanes, tiles)
+                take(counter)
+        _wait(counter, total)
+        counter += (1 + threads) * COUNTER_STRIDE * 8
+        first = last
+    if tiles is not None:
+        release_tiles(room, tiles)
 
 
 @entry_point(types.void(types.intp))
 def run_bfloat16(address):
     """Run a job on bfloat16 numbers."""
-    run(address, np.uint16(0))
+    run(address, np.uint16(0), 0, None)
+
+
+@entry_point(types.void(types.intp))
+def run_bfloat16_amx(address):
+    """Run a job on bfloat16 numbers by AMX."""
+    run(address, np.uint16(0), None, np.uint8(0))
+
+
+@entry_point(types.void(types.intp))
+def run_bfloat16_loops(address):
+    """Run a job on bfloat16 numbers by loops that do what AMX does, for tests."""
+    run(address, np.uint16(0), None, np.int8(0))
 
 
 @entry_point(types.void(types.intp))
 def run_float16(address):
     """Run a job on float16 numbers."""
-    run(address, np.int16(0))
+    run(address, np.int16(0), 0, None)
 
 
 @entry_point(types.void(types.intp))
 def run_float32(address):
     """Run a job on float32 numbers."""
-    run(address, np.float32(0.0))
+    run(address, np.float32(0.0), 0, None)

@@ -9,7 +9,18 @@ from __future__ import annotations
 import numpy as np
 
 # A job: what its operations share.
-(TOKENS, FIRST_OP, NUM_OPS, COUNTERS, TICKETS, SCRATCH, SCRATCH_SIZE, JOB_FIELDS) = range(8)
+(
+    TOKENS,
+    FIRST_OP,
+    NUM_OPS,
+    COUNTERS,  # of each phase: what is finished, and what is taken of each thread's range
+    TICKETS,
+    SCRATCH,
+    SCRATCH_SIZE,
+    THREADS,
+    TILE_ROOM,  # bytes for tiles in front of a thread's scratch memory
+    JOB_FIELDS,
+) = range(10)
 
 # An operation. KIND decides which of the other fields count.
 (
@@ -67,6 +78,9 @@ FIRST, COUNT, ROW_SLOT, BEGIN, END, SEGMENT_FIELDS = range(6)
 SIDE_BY_SIDE = 6
 """Most tokens that a row of a weight is multiplied by at a time: as many sums as stay in registers.
 """
+
+TILE = 16
+"""Rows of a tile; tokens of a tile; pairs of numbers of a tile."""
 
 COUNTER_STRIDE = 8
 """int64 from one counter to the next, so that each has a line of a cache."""

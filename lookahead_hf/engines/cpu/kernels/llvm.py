@@ -24,6 +24,9 @@ LANES = 16 if "+avx512f" in _FEATURES else 8
 HAS_PAIRS = LANES == 16 and "+avx512bf16" in _FEATURES
 """Whether the processor adds up products of pairs of bfloat16 numbers."""
 
+HAS_TILES = HAS_PAIRS and {"+amx-tile", "+amx-bf16"} <= {*_FEATURES}
+"""Whether the processor multiplies tiles of bfloat16 numbers (AMX)."""
+
 LINE = 64
 """Bytes that memory brings at a time."""
 
@@ -118,7 +121,8 @@ def load_pairs(builder: Any, address: Any, offset: Any, kind: Any, rest: Any = N
 
 
 def fma(builder: Any, a: Any, b: Any, total: Any) -> Any:
-    function = declared(builder, total.type, [total.type] * 3, f"llvm.fma.v{LANES}f32")
+    name = f"llvm.fma.v{total.type.count}f32"
+    function = declared(builder, total.type, [total.type] * 3, name)
     return builder.call(function, (a, b, total))
 
 
@@ -167,7 +171,7 @@ def store_vector(builder: Any, numbers: Any, pointer: Any, rest: Any) -> None:
     if rest is None:
         builder.store(numbers, pointer, align=4)
         return
-    flags = vector_of(ir.IntType(1))
-    kinds = [numbers.type, pointer.type, I32, flags]
-    store = declared(builder, ir.VoidType(), kinds, f"llvm.masked.store.v{LANES}f32.p0")
-    builder.call(store, (numbers, pointer, I32(4), first_lanes(builder, rest, LANES)))
+    lanes = numbers.type.count
+    kinds = [numbers.type, pointer.type, I32, vector_of(ir.IntType(1), lanes)]
+    store = declared(builder, ir.VoidType(), kinds, f"llvm.masked.store.v{lanes}f32.p0")
+    builder.call(store, (numbers, pointer, I32(4), first_lanes(builder, rest, lanes)))

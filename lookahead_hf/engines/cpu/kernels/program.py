@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cache, cached_property, partial
 from types import ModuleType
 
@@ -12,7 +13,7 @@ import torch
 from lookahead_hf.engines.cpu.kernels import fields, team
 from lookahead_hf.kernels.data import PathTable
 from lookahead_hf.ngram_pool import compilation
-from lookahead_hf.ngram_pool.compilation import Functions
+from lookahead_hf.ngram_pool.compilation import Functions, NumbaMissingError
 
 KINDS = {
     torch.bfloat16: np.uint16(0),
@@ -33,7 +34,30 @@ def groups_of(dtypes: Iterable[torch.dtype]) -> list[Functions]:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    """Return the name of the functions that serve layers of a dtype in this process."""
+    return str(dtype).removeprefix("torch.") + tiles_of(dtype)
+
+
+@cache
+def tiles_of(dtype: torch.dtype) -> str:
+    """Return what multiplies numbers of a dtype by tiles in this process: "_amx", or "" for none.
+
+    It never depends on the width of a block, since vectors add up numbers in another order. Tests
+    have "_loops" returned, which do what AMX does.
+    """
+    if dtype is not torch.bfloat16 or not team.may_use_tiles():
+        return ""
+    with suppress(NumbaMissingError):
+        functions()
+        from lookahead_hf.engines.cpu.kernels.llvm import HAS_TILES
+
+        return "_amx" if HAS_TILES else ""
+    return ""
+
+
+def segment_of(dtype: torch.dtype) -> int:
+    """Return the most tokens of a segment in the plans of layers of a dtype."""
+    return fields.TILE if tiles_of(dtype) else fields.SIDE_BY_SIDE
 
 
 def is_ready(dtype: torch.dtype) -> bool:
@@ -69,12 +93,18 @@ class Plan:
         address: Address of the plan's fields.
         pitch: Room for the scores of a token.
         slots: Slot of each token's K and V, [tokens] int64 into [rows * capacity].
+        span: The most slots from the first that a token sees to the last.
         segments: Tokens that see the same slots, [segments, fields] int64.
         tails: Slots within a row that tokens see one by one, int64.
     """
 
-    def __init__(self, slots: np.ndarray, parts: Sequence[Part]) -> None:
-        """Plan a block whose K and V are in `slots`, and which consists of `parts`."""
+    def __init__(
+        self, slots: np.ndarray, parts: Sequence[Part], most: int = fields.SIDE_BY_SIDE
+    ) -> None:
+        """Plan a block whose K and V are in `slots`, and which consists of `parts`.
+
+        `most` is the most tokens of a segment, as of `segment_of`.
+        """
         from lookahead_hf.engines.cpu.kernels._plan_numba import plan_rows
 
         num_tokens = len(slots)
@@ -85,7 +115,7 @@ class Plan:
         first, num_segments, pitch = 0, 0, 0
         for part in parts:
             room = segments[num_segments:], self._starts, tails
-            added, longest = plan_rows(*part, first, fields.SIDE_BY_SIDE, *room)
+            added, longest = plan_rows(*part, first, most, *room)
             first, num_segments = first + int(part[1].sum()), num_segments + added
             pitch = max(pitch, longest)
         self.pitch = (pitch + 15) // 16 * 16
@@ -103,6 +133,12 @@ class Plan:
         )
         self.address = self._fields.ctypes.data
 
+    @cached_property
+    def span(self) -> int:
+        last = int(self.tails.max()) + 1 if len(self.tails) else 0
+        ends = np.maximum(self.segments[:, fields.END], last)
+        return int((ends - self.segments[:, fields.BEGIN]).max())
+
 
 class Workspace:
     """Scratch memory, counters and the job with which one caller runs programs.
@@ -112,20 +148,22 @@ class Workspace:
 
     def __init__(self, ops: np.ndarray, dtype: torch.dtype) -> None:
         self.ops, self._dtype = ops, dtype
-        self._job = np.zeros(fields.JOB_FIELDS, np.int64)
-        self._counters = np.zeros(2 * len(ops) * fields.COUNTER_STRIDE, np.int64)
+        self._job, self._counters = np.zeros(fields.JOB_FIELDS, np.int64), np.zeros(0, np.int64)
         self._tickets, self._scratch = np.zeros(1, np.int64), np.empty(0, np.float32)
-        self._job[fields.COUNTERS] = self._counters.ctypes.data
         self._job[fields.TICKETS] = self._tickets.ctypes.data
+        self._longest = int(ops[:, fields.SIZE].max(initial=0))
 
     @cached_property
     def _entry(self) -> int:
-        return _entry_of(self._dtype)
+        return _entry_of(name_of(self._dtype))
 
     def run(self, first: int, count: int, num_tokens: int, floats: int) -> None:
         """Carry out `count` operations; each thread has room for `floats` float32 numbers."""
-        num_threads = torch.get_num_threads()
-        floats = (floats + 63) // 64 * 64
+        num_threads, room = torch.get_num_threads(), self._tile_room(num_tokens)
+        floats = (floats + room // 4 + 63) // 64 * 64
+        num_counters = count * (1 + num_threads) * fields.COUNTER_STRIDE
+        if len(self._counters) < num_counters:
+            self._counters = np.empty(num_counters, np.int64)
         if len(self._scratch) < floats * num_threads:
             self._scratch = np.empty(floats * num_threads * 5 // 4, np.float32)
         job = self._job
@@ -133,14 +171,31 @@ class Workspace:
         job[fields.FIRST_OP] = self.ops.ctypes.data + first * self.ops.strides[0]
         job[fields.SCRATCH] = self._scratch.ctypes.data
         job[fields.SCRATCH_SIZE] = floats * 4
-        self._counters[: 2 * count * fields.COUNTER_STRIDE] = 0
+        job[fields.THREADS], job[fields.TILE_ROOM] = num_threads, room
+        job[fields.COUNTERS] = self._counters.ctypes.data
+        self._counters[:num_counters] = 0
         self._tickets[0] = 0
         team.run(self._entry, job.ctypes.data, num_threads)
 
+    def _tile_room(self, num_tokens: int) -> int:
+        """Return the bytes of a thread's tiles and packed tokens; 0 without tiles."""
+        if not tiles_of(self._dtype):
+            return 0
+        from lookahead_hf.engines.cpu.kernels._tile_products_numba import ROOM, bytes_of_packed
 
-def _entry_of(dtype: torch.dtype) -> int:
-    """Return the address of the function that runs jobs on numbers of a dtype."""
-    return int(getattr(functions(), f"run_{name_of(dtype)}").address)
+        return int(ROOM + bytes_of_packed(num_tokens, self._longest) + 63) // 64 * 64
+
+
+def _entry_of(name: str) -> int:
+    """Return the address of the function that runs jobs, by the name of its group."""
+    return int(getattr(functions(), f"run_{name}").address)
+
+
+def tile_floats(queries: int, slots: int, dim: int) -> int:
+    """Return the float32 numbers that a thread needs room for when it attends by tiles."""
+    from lookahead_hf.engines.cpu.kernels._tile_attention_numba import attention_places
+
+    return int(attention_places(queries, slots, dim)[-1]) // 4
 
 
 def argmax(scores: torch.Tensor) -> int:
@@ -176,15 +231,15 @@ def _load_choices() -> None:
         compact_path(PathTable([torch.zeros(1, 1, 1, 1, dtype=dtype)]), one - 1, one[None] - 1, one)
 
 
-def _load_layers(dtype: torch.dtype) -> None:
-    """Load the functions that run jobs on numbers of a dtype.
+def _load_layers(name: str) -> None:
+    """Load the functions that run jobs, by the name of their group.
 
     Raises:
         RuntimeError: The processor cannot convert such numbers.
     """
-    if dtype == torch.float16 and not _has_float16():
+    if name == "float16" and not _has_float16():
         raise RuntimeError("the processor has no instructions that convert float16 numbers")
-    assert _entry_of(dtype)
+    assert _entry_of(name)
 
 
 @cache
@@ -196,5 +251,5 @@ def _has_float16() -> bool:
 
 
 compilation.common.register(_load_plans, _load_choices)
-for _dtype in KINDS:
-    compilation.kernels[name_of(_dtype)].register(partial(_load_layers, _dtype))
+for _name, _functions in compilation.kernels.items():
+    _functions.register(partial(_load_layers, _name))

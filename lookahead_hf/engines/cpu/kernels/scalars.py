@@ -135,3 +135,20 @@ def power_of_two(typing, exponent):
         return builder.bitcast(builder.shl(builder.add(whole, I32(127)), I32(23)), F32)
 
     return types.float32(types.float32), generate
+
+
+@intrinsic
+def flushed_fma(typing, a, b, total):
+    """Return a * b + total of float32 numbers, rounded once; denormal numbers count as zero."""
+
+    def generate(context, builder, signature, arguments):
+        def flushed(number):
+            bits = builder.bitcast(number, I32)
+            is_tiny = builder.icmp_unsigned("==", builder.and_(bits, I32(0x7F800000)), I32(0))
+            sign = builder.and_(bits, I32(0x80000000))
+            return builder.bitcast(builder.select(is_tiny, sign, bits), F32)
+
+        fma = declared(builder, F32, [F32] * 3, "llvm.fma.f32")
+        return flushed(builder.call(fma, [flushed(each) for each in arguments]))
+
+    return types.float32(*[types.float32] * 3), generate

@@ -9,6 +9,8 @@ the kernels run only if torch has one thread.
 from __future__ import annotations
 
 import ctypes
+import platform
+import sys
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -49,6 +51,25 @@ def own_first(paths: Iterable[str]) -> list[str]:
 def has_torchs_threads() -> bool:
     """Return whether compiled code can run on as many threads as torch's operations do."""
     return torch.get_num_threads() == 1 or _parallel() is not None
+
+
+_ARCH_PRCTL, _REQUEST, _GET, _TILE_DATA = 158, 0x1023, 0x1022, 18
+
+
+@cache
+def may_use_tiles() -> bool:
+    """Ask Linux once per process to let threads use the tiles of AMX; return whether it does.
+
+    The permission is the process's: threads that exist already have it, and so do children by fork
+    (not by exec). oneDNN asks in the same way when it first multiplies. Linux refuses if a thread
+    has an alternate signal stack that is too small for the larger frame, and a sandbox may, too.
+    """
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    granted, libc = ctypes.c_uint64(0), ctypes.CDLL(None)
+    libc.syscall(_ARCH_PRCTL, _REQUEST, _TILE_DATA)
+    libc.syscall(_ARCH_PRCTL, _GET, ctypes.byref(granted))
+    return bool(granted.value >> _TILE_DATA & 1)
 
 
 @cache

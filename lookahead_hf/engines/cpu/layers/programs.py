@@ -70,6 +70,7 @@ class Program:
         layer_index: Index of the layer in the cache, None for a lone linear layer.
         head_dim: Numbers of a head.
         shared_heads: Heads of K and V.
+        group: Heads of queries that share one of these.
         is_rotated: Whether the layer rotates heads.
     """
 
@@ -94,6 +95,7 @@ class Program:
     layer_index: int | None = None
     head_dim: int = 0
     shared_heads: int = 0
+    group: int = 0
     is_rotated: bool = False
 
     def is_hooked(self) -> bool:

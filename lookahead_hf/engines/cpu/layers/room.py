@@ -17,7 +17,12 @@ from lookahead_hf.runner.forward import ForwardContext
 
 
 def plan_of(
-    context: ForwardContext, mask: Any, group: SlotGroup, rows: int, width: int
+    context: ForwardContext,
+    mask: Any,
+    group: SlotGroup,
+    rows: int,
+    width: int,
+    most: int = fields.SIDE_BY_SIDE,
 ) -> Plan | None:
     """Return which slots the tokens of a block see, None if a layer got another mask than ours.
 
@@ -27,6 +32,7 @@ def plan_of(
         group: The layers of the cache that take it.
         rows: Rows of what the layer computes.
         width: Tokens per row.
+        most: Most tokens of a segment.
     """
     place, capacity, block = group.block, group.capacity, context.block
     kind = None if place is None or block is None else block.kind_of(mask, group)
@@ -43,7 +49,7 @@ def plan_of(
     is_inside = int(slots.min()) >= 0 and int(slots.max()) < len(group.dropped) * capacity
     is_inside &= all(int((held + added).max()) <= capacity for _, added, held, *_ in parts)
     is_whole = num_tokens == len(slots) == rows * width
-    return Plan(slots, parts) if is_inside and is_whole else None
+    return Plan(slots, parts, most) if is_inside and is_whole else None
 
 
 def _planned(block: Block, kind: str, counts: np.ndarray, first_slot: int) -> Part:

@@ -10,7 +10,13 @@ import torch
 
 from lookahead_hf.cache.slots import SlotCache, SlotLayer
 from lookahead_hf.call import execution
-from lookahead_hf.engines.cpu.kernels.program import MOST_TOKENS, Plan
+from lookahead_hf.engines.cpu.kernels.fields import SIDE_BY_SIDE
+from lookahead_hf.engines.cpu.kernels.program import (
+    MOST_TOKENS,
+    Plan,
+    segment_of,
+    tile_floats,
+)
 from lookahead_hf.engines.cpu.layers.room import Arguments, Room, Unit, plan_of
 from lookahead_hf.model import compat
 from lookahead_hf.runner import attention, watch
@@ -61,10 +67,10 @@ class LayerStep:
         self._pending: list[Unit] = []
         self._arguments: list[Arguments] = []
         self._stream: torch.Tensor | None = None
-        self._next = self._pitch = 0
+        self._next = self._pitch = self._span = 0
         self._is_trial = False
         self._held: list[Any] = []
-        self._plans: dict[tuple[int, int], Plan | None] = {}
+        self._plans: dict[tuple[int, int, int], Plan | None] = {}
         self._known: tuple[Any, ...] = ()
         self.num_computed, self.num_own, self.reasons = 0, 0, set[str]()
 
@@ -127,6 +133,10 @@ class LayerStep:
     def _run(self, units: list[Unit], given: list[Arguments], x: torch.Tensor) -> None:
         head_dim = max(unit.program.head_dim for unit in units)
         attending = SEGMENT * (self._pitch + 2 * head_dim) + 128
+        group = max(unit.program.group for unit in units)
+        if self._span and group:
+            queries = segment_of(x.dtype) * group
+            attending = max(attending, tile_floats(queries, self._span, head_dim))
         self.room.run(units, given, x.numel() // x.shape[-1], attending)
 
     def _arguments_of(self, unit: Unit, x: Any, kwargs: dict[str, Any]) -> Arguments | None:
@@ -149,7 +159,8 @@ class LayerStep:
         if not (k.is_contiguous() and v.is_contiguous() and k.is_cpu):
             return None
         config = unit.module.self_attn.config
-        given = (*kwargs.values(), config, held.group, program.head_dim, program.is_rotated)
+        own = program.head_dim, program.is_rotated, x.dtype
+        given = (*kwargs.values(), config, held.group, *own)
         if len(given) != len(self._known) or not all(map(operator.is_, given, self._known)):
             self._shared = self._shared_by_layers(unit, x, kwargs, held.group)
             self._known = given
@@ -167,14 +178,17 @@ class LayerStep:
         if not attention.registered(self._context, name, module)[1]:
             return None
         mask = kwargs.get("attention_mask")
-        key = id(mask), id(group)
+        most = segment_of(x.dtype)
+        key = id(mask), id(group), most
         if key not in self._plans:
-            self._plans[key] = plan_of(self._context, mask, group, x.shape[0], x.shape[1])
+            self._plans[key] = plan_of(self._context, mask, group, *x.shape[:2], most)
             self._held.append(mask)  # keeps its id taken
         plan = self._plans[key]
         if plan is None:
             return None
         self._pitch, self._slots = max(self._pitch, plan.pitch), plan.slots
+        if most > SIDE_BY_SIDE:
+            self._span = max(self._span, plan.span)
         if not unit.program.is_rotated:
             return plan.address, 0, 0, 0, 0
         angles = _angles(kwargs.get("position_embeddings"), x, unit.program.head_dim)

@@ -1,9 +1,10 @@
 """Finds the widths at which the model's own code is faster than the kernels.
 
 On every machine that was measured the kernels were faster at each width that they take. None of
-these has AMX or the float16 arithmetic of AVX-512, which torch uses for products and the kernels do
-not. Steps are therefore timed both ways on machines with such instructions for the dtype of the
-layers, and only there. This was never run on such a machine.
+these has AMX or the float16 arithmetic of AVX-512, which torch uses for products. The kernels use
+AMX, too, but were measured with it as a prototype only. Steps are therefore timed both ways on
+machines with such instructions for the dtype of the layers, and only there. This was never run on
+such a machine.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ MARGIN = 0.85
 
 
 INSTRUCTIONS = {torch.bfloat16: "amx-bf16", torch.float16: "avx512fp16"}
-"""Those that torch alone uses, by LLVM's names."""
+"""Those with which torch may be faster, by LLVM's names."""
 
 
 @lru_cache
 def has_own_instructions(dtype: torch.dtype) -> bool:
-    """Return whether this machine has instructions that torch alone uses for a dtype."""
+    """Return whether this machine has instructions with which torch may be faster."""
     from llvmlite import binding
 
     return bool(binding.get_host_cpu_features().get(INSTRUCTIONS.get(dtype, "")))

@@ -34,12 +34,14 @@ def COMMAND(arguments: Arguments, screen: Screen) -> None:
     Otherwise another process compiles it beside the first calls, which decode plainly. The code is
     kept beside the package or, if that folder is read-only, in the user's cache folder.
     """
-    # These say what there is to compile.
-    import lookahead_hf.drafting.registry
-    import lookahead_hf.engines.cpu.kernels.program  # noqa: F401
+    import torch
 
-    kernels = [compilation.kernels[name] for name in dict.fromkeys(arguments.dtype)]
-    groups = [compilation.drafting, compilation.common, *kernels]
+    # These say what there is to compile.
+    import lookahead_hf.drafting.registry  # noqa: F401
+    from lookahead_hf.engines.cpu.kernels import program
+
+    dtypes = [getattr(torch, name) for name in arguments.dtype]
+    groups = [compilation.drafting, *program.groups_of(dtypes)]
     start = time.monotonic()
     if screen.shows_progress:
         wait_for_functions(screen, groups)

@@ -11,9 +11,21 @@ from torch import nn
 
 from lookahead_hf.engines.cpu.kernels import fields
 from lookahead_hf.engines.cpu.kernels.fields import bits
-from lookahead_hf.engines.cpu.kernels.program import Plan, Workspace
+from lookahead_hf.engines.cpu.kernels.program import Part, Plan, Workspace, segment_of
+from tests.helpers.tiles import use_loops
+from tests.helpers.trees import planned, random_parents
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(name="dtype", params=[*DTYPES, "tiles"], ids=str)
+def _dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    """A dtype that there are kernels for; that of tiles once more, by loops in place of AMX."""
+    if request.param != "tiles":
+        return request.param
+    use_loops(monkeypatch)
+    return torch.bfloat16
+
 
 SIZES = ((1, 1), (3, 5), (40, 33), (64, 96), (130, 4), (576, 48))
 """Inputs and outputs of a linear layer: multiples of a vector, and others."""
@@ -56,7 +68,6 @@ def limit(dtype: torch.dtype) -> float:
     return {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}[dtype]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("num_tokens", [1, 2, 5, 6, 7, 13, 19, 128])
 def test_a_linear_layer_is_torchs(
@@ -70,7 +81,6 @@ def test_a_linear_layer_is_torchs(
     assert error(linear(x, weight), without) < limit(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_beside_a_token_does_not_change_its_bits(dtype: torch.dtype) -> None:
     x, weight = torch.randn(64, 200).to(dtype), torch.randn(70, 200).to(dtype)
     whole = linear(x, weight)
@@ -89,7 +99,6 @@ def test_results_are_added_times_a_factor() -> None:
     ("flavour", "own"),
     [(fields.SILU, nn.SiLU()), (fields.GELU_TANH, nn.GELU(approximate="tanh"))],
 )
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_activations_are_torchs(flavour: int, own: nn.Module, dtype: torch.dtype) -> None:
     x = torch.linspace(-100, 100, 4001, dtype=dtype)[:, None]
     activated = linear(x, torch.ones(1, 1, dtype=dtype), FLAVOUR=flavour)
@@ -97,7 +106,6 @@ def test_activations_are_torchs(flavour: int, own: nn.Module, dtype: torch.dtype
     assert bool((difference <= limit(dtype) * (0.1 + own(x.float()).abs())).all())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [7, 48, 576])
 @pytest.mark.parametrize("flavour", range(4))
 def test_norms(dtype: torch.dtype, size: int, flavour: int) -> None:
@@ -132,7 +140,7 @@ def test_norms(dtype: torch.dtype, size: int, flavour: int) -> None:
 
 
 def attended(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: np.ndarray, limit: float = 0.0
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, limit: float = 0.0
 ) -> torch.Tensor:
     """Attend with the kernel.
 
@@ -140,13 +148,12 @@ def attended(
         q: Queries, [rows, width, heads, dim].
         k: Keys, [rows, slots, shared, dim].
         v: Values, the same.
-        seen: Whether a token sees a slot, [rows, width, slots].
+        part: What the tokens see.
         limit: Limit of the scores, 0 for none.
     """
     rows, width, heads, dim = q.shape
-    out, slots = torch.empty_like(q), k.shape[1]
-    counts, firsts = np.full(rows, width, np.int64), np.arange(rows) * slots
-    plan = Plan(np.zeros(rows * width, np.int64), [(seen, counts, firsts)])
+    out = torch.empty_like(q)
+    plan = Plan(np.zeros(rows * width, np.int64), [part], segment_of(q.dtype))
     op = {
         fields.KIND: fields.ATTEND,
         fields.SOURCE: q.data_ptr(),
@@ -164,27 +171,14 @@ def attended(
     return out
 
 
-def tree_mask(rows: int, width: int, slots: int, seed: int, window: int = 0) -> np.ndarray:
-    """What the tokens of random trees behind random prefixes see, [rows, width, slots]."""
-    random = np.random.default_rng(seed)
-    seen = np.zeros((rows, width, slots), bool)
-    for row in range(rows):
-        length = int(random.integers(0, slots - width + 1))
-        depth = np.zeros(width, int)
-        for token in range(width):
-            parent = int(random.integers(-1, token)) if token else -1
-            if parent >= 0:
-                seen[row, token] = seen[row, parent]
-                depth[token] = depth[parent] + 1
-            else:
-                seen[row, token, :length] = True
-            seen[row, token, length + token] = True
-            if window:
-                seen[row, token, : max(0, length + depth[token] + 1 - window)] = False
-    return seen
+def tree_of(
+    rows: int, width: int, slots: int, seed: int, window: int = 0
+) -> tuple[np.ndarray, Part]:
+    """What the tokens of random trees behind random prefixes see, as of `planned`."""
+    lengths = np.random.default_rng(seed).integers(0, slots - width + 1, rows)
+    return planned(random_parents(rows, width, seed), lengths, slots, window)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [8, 12, 64, 80, 96, 128])
 @pytest.mark.parametrize(("heads", "shared"), [(4, 4), (6, 2), (3, 1)])
 @pytest.mark.parametrize("window", [0, 5])
@@ -194,7 +188,7 @@ def test_attention_is_torchs(
     rows, width, slots = 3, 9, 40
     q = torch.randn(rows, width, heads, dim).to(dtype)
     k, v = (torch.randn(rows, slots, shared, dim).to(dtype) for _ in range(2))
-    seen = tree_mask(rows, width, slots, dim + heads, window)
+    seen, part = tree_of(rows, width, slots, dim + heads, window)
     hidden = torch.from_numpy(~seen.any(1))
     k[hidden] = v[hidden] = float("nan")  # what no token sees is not read
     expected = nn.functional.scaled_dot_product_attention(
@@ -204,39 +198,34 @@ def test_attention_is_torchs(
         attn_mask=torch.from_numpy(seen)[:, None],
         enable_gqa=True,
     ).transpose(1, 2)
-    assert error(attended(q, k, v, seen), expected) < limit(dtype)
+    assert error(attended(q, k, v, part), expected) < limit(dtype)
 
 
 def test_scores_are_limited() -> None:
     q, k, v = torch.randn(1, 3, 2, 16), torch.randn(1, 20, 2, 16), torch.randn(1, 20, 2, 16)
-    seen = tree_mask(1, 3, 20, 0)
+    seen, part = tree_of(1, 3, 20, 0)
     scores = torch.einsum("btHd,bsHd->bHts", 4 * q, k) / 4
     scores = 2.0 * torch.tanh(scores / 2.0)
     weights = scores.masked_fill(~torch.from_numpy(seen)[:, None], -torch.inf).softmax(-1)
     expected = torch.einsum("bHts,bsHd->btHd", weights, v)
-    assert error(attended(4 * q, k, v, seen, limit=2.0), expected) < 1e-5
+    assert error(attended(4 * q, k, v, part, limit=2.0), expected) < 1e-5
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_has_the_same_bits_wherever_unseen_tokens_are(dtype: torch.dtype) -> None:
     """A node sees its ancestors in other slots, beside other nodes, in another row."""
     heads, dim, length, depth = 2, 48, 37, 4
     q = torch.randn(1, depth, heads, dim).to(dtype)
     k, v = (torch.randn(1, 64, heads, dim).to(dtype) for _ in range(2))
-    chain = np.tri(depth, 64, length, dtype=bool)[None]
+    _, chain = planned(np.arange(depth)[None] - 1, np.array([length]), 64)
     whole = attended(q, k, v, chain)
     places = [2, 3, 7, 11]  # of the chain's tokens in a block of 12
     wide_q = torch.randn(2, 12, heads, dim).to(dtype)
     wide_k, wide_v = (torch.randn(2, 64, heads, dim).to(dtype) for _ in range(2))
-    seen = np.zeros((2, 12, 64), bool)
-    for row in range(2):
-        seen[row, :, : length - 5] = True
-        seen[row, np.arange(12), length - 5 + np.arange(12)] = True
+    parents = np.full((2, 12), -1)
+    parents[1, places] = [-1, *places[:-1]]
     wide_k[1, :length], wide_v[1, :length] = k[0, :length], v[0, :length]
     for at, place in enumerate(places):
         wide_q[1, place] = q[0, at]
         wide_k[1, length + place], wide_v[1, length + place] = k[0, length + at], v[0, length + at]
-        seen[1, place] = False
-        seen[1, place, :length] = True
-        seen[1, place, [length + each for each in places[: at + 1]]] = True
-    assert torch.equal(attended(wide_q, wide_k, wide_v, seen)[1, places], whole[0])
+    _, part = planned(parents, np.array([length - 5, length]), 64)
+    assert torch.equal(attended(wide_q, wide_k, wide_v, part)[1, places], whole[0])

@@ -1,0 +1,305 @@
+"""Products of tiles by AMX, which numba compiles into other functions, and loops that do the same.
+
+A thread has eight tiles of up to 16 rows of 64 bytes. Of the three in a product, A is 16 rows of a
+weight as it lies in memory, B is up to 16 tokens in pairs (`pack_tokens`), and C has float32 sums,
+[rows of the weight, tokens]:
+
+    C[m][n] += sum over 16 pairs k: A[m][2k] * B[k][2n] + A[m][2k + 1] * B[k][2n + 1]
+
+LLVM orders instructions on numbered tiles with memory, and does nothing about their configuration:
+it is ours. The type of the argument `tiles` says what code there is: `AMX`, or `LOOPS`, which keep
+the tiles in memory and run on any processor. Their results have the same bits.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, register_jitable
+
+from lookahead_hf.engines.cpu.kernels.fields import TILE
+from lookahead_hf.engines.cpu.kernels.llvm import (
+    I64,
+    declared,
+    int64,
+    load_bits,
+    pointer_at,
+    prefetch,
+)
+from lookahead_hf.engines.cpu.kernels.scalars import flushed_fma, numbers, wide
+
+AMX, LOOPS = types.uint8, types.int8
+"""What tiles are computed by: the types of the argument `tiles`."""
+
+STEP = 32
+"""Numbers of a row that a tile holds."""
+
+TILE_BYTES = 1024
+
+STATE = 64 + 8 * TILE_BYTES
+"""Bytes of a thread's configuration, and of the tiles that loops keep behind it."""
+
+SUMS, ROWS_AT, TOKENS_AT = range(4), (4, 5), (6, 7)
+"""Tiles by what they hold, so that one configuration serves all kernels."""
+
+I8 = ir.IntType(8)
+BYTES = I8.as_pointer()
+
+_SINGLE, _HALF, _BYTE = np.float32(0.0), np.uint16(0), np.uint8(0)
+_ONE = np.float32(1.0)
+
+
+class _Tiles:
+    """Emits the instructions on the tiles of the thread whose room is at `room`."""
+
+    def __init__(self, context: Any, builder: Any, room: Any, tiles: Any) -> None:
+        self._context, self._builder, self._room = context, builder, room
+        self._by_loops = tiles == LOOPS
+
+    def _emit(self, name: str, loops: Any, tiles: tuple[int, ...], *places: Any) -> None:
+        """Emit the instruction, or a call of its loops; the first place is an address."""
+        builder = self._builder
+        if self._by_loops:
+            arguments = [self._room, *map(int64, tiles), *places]
+            signature = types.void(*[types.int64] * len(arguments))
+            self._context.compile_internal(builder, loops, signature, arguments)
+            return
+        pointers = [builder.inttoptr(each, BYTES) for each in places[:1]]
+        given = [*map(I8, tiles), *pointers, *places[1:]]
+        function = declared(
+            builder, ir.VoidType(), [each.type for each in given], f"llvm.x86.{name}"
+        )
+        builder.call(function, given)
+
+    def configure(self) -> None:
+        """Load the configuration from the room; this also sets all tiles to zero."""
+        self._emit("ldtilecfg", _configure, (), self._room)
+
+    def release(self) -> None:
+        self._emit("tilerelease", _release, ())
+
+    def zero(self, tile: int) -> None:
+        self._emit("tilezero", _zero, (tile,))
+
+    def load(self, tile: int, address: Any, stride: Any) -> None:
+        self._emit("tileloadd64", _load, (tile,), address, stride)
+
+    def store(self, tile: int, address: Any, stride: Any) -> None:
+        self._emit("tilestored64", _store, (tile,), address, stride)
+
+    def add_products(self, total: int, a: int, b: int) -> None:
+        self._emit("tdpbf16ps", _add_products, (total, a, b))
+
+
+# The instructions as loops over the tiles in memory.
+
+
+def _configure(room, address):
+    for tile in range(8):
+        _zero(room, tile)
+
+
+def _release(room):
+    """Leave the tiles: that they are in their first state only saves time."""
+
+
+@register_jitable
+def _zero(room, tile):
+    number = numbers(room + 64 + tile * TILE_BYTES, _SINGLE)
+    for i in range(TILE_BYTES // 4):
+        number[i] = _SINGLE
+
+
+def _load(room, tile, address, stride):
+    rows, width = numbers(room + 48 + tile, _BYTE)[0], numbers(room + 16 + 2 * tile, _HALF)[0]
+    _zero(room, tile)
+    for row in range(rows):
+        to = numbers(room + 64 + tile * TILE_BYTES + row * 64, _BYTE)
+        source = numbers(address + row * stride, _BYTE)
+        for i in range(width):
+            to[i] = source[i]
+
+
+def _store(room, tile, address, stride):
+    rows, width = numbers(room + 48 + tile, _BYTE)[0], numbers(room + 16 + 2 * tile, _HALF)[0]
+    for row in range(rows):
+        source = numbers(room + 64 + tile * TILE_BYTES + row * 64, _BYTE)
+        to = numbers(address + row * stride, _BYTE)
+        for i in range(width):
+            to[i] = source[i]
+
+
+def _add_products(room, total, a, b):
+    """Add up even and odd numbers each from zero, then both, then add that to the total."""
+    tiles = room + 64
+    rows = numbers(room + 48 + total, _BYTE)[0]
+    columns = numbers(room + 16 + 2 * total, _HALF)[0] // 4
+    pairs = numbers(room + 16 + 2 * a, _HALF)[0] // 4
+    for m in range(rows):
+        x = numbers(tiles + a * TILE_BYTES + m * 64, _HALF)
+        sums = numbers(tiles + total * TILE_BYTES + m * 64, _SINGLE)
+        for n in range(columns):
+            even, odd = _SINGLE, _SINGLE
+            for k in range(pairs):
+                y = numbers(tiles + b * TILE_BYTES + k * 64 + n * 4, _HALF)
+                even = flushed_fma(wide(x[2 * k]), wide(y[0]), even)
+                odd = flushed_fma(wide(x[2 * k + 1]), wide(y[1]), odd)
+            sums[n] = flushed_fma(_ONE, sums[n], flushed_fma(_ONE, even, odd))
+
+
+@intrinsic
+def release_tiles(typing, room, tiles):
+    """Return the tiles to their first state, so that Linux need not save 8 KB for the thread."""
+
+    def generate(context, builder, signature, arguments):
+        _Tiles(context, builder, arguments[0], tiles).release()
+        return context.get_dummy_value()
+
+    return types.void(types.int64, tiles), generate
+
+
+@intrinsic
+def configure(typing, room, rows, columns, tiles):
+    """Load a configuration for `rows` rows of a weight and `columns` tokens.
+
+    At `room` are STATE bytes, which stay the thread's.
+    """
+
+    def generate(context, builder, signature, arguments):
+        room, rows, columns, _ = arguments
+        width = builder.mul(columns, int64(4))
+        of_tile = dict.fromkeys(SUMS, (rows, width))
+        of_tile |= dict.fromkeys(ROWS_AT, (rows, int64(64)))
+        of_tile |= dict.fromkeys(TOKENS_AT, (int64(TILE), width))
+        words = [int64(1)] + [int64(0)] * 7  # palette 1, start row 0
+        for tile, (height, bytes_of_row) in of_tile.items():
+            at, shift = 2 + tile // 4, tile % 4 * 16
+            words[at] = builder.or_(words[at], builder.shl(bytes_of_row, int64(shift)))
+            words[6] = builder.or_(words[6], builder.shl(height, int64(8 * tile)))
+        for i, word in enumerate(words):
+            builder.store(word, pointer_at(builder, room, int64(i), 8, I64), align=1)
+        _Tiles(context, builder, room, tiles).configure()
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3, tiles), generate
+
+
+def tile_dots(num_b: int) -> Any:
+    """Make a function that multiplies 16 rows of a weight by `num_b` tiles of tokens, 1 to 4.
+
+    The function reads row r at `w + r * w_stride` and block b of tokens, as `pack_tokens` writes it
+    with `columns` tokens, at `x + b * x_stride`: `steps` tiles each. Tile b of the result,
+    [16][16] float32, is at `c + b * 1024`; unless `is_first`, products are added to what is there.
+    Strides are bytes.
+
+    With every tile of the weight it asks memory for as many lines, from `ahead` on. If `tail` is
+    not 0, there is a last tile of `tail` numbers (1 to 31): tiles have no masks, so its `rows` rows
+    are copied to the room behind the state, with zeros behind them.
+    """
+    a_tile, sums = ROWS_AT[0], SUMS[:num_b]
+
+    @intrinsic
+    def multiply(
+        typing,
+        w,
+        w_stride,
+        x,
+        x_stride,
+        columns,
+        steps,
+        tail,
+        c,
+        is_first,
+        ahead,
+        rows,
+        room,
+        tiles,
+    ):
+        def generate(context, builder, signature, arguments):
+            w, w_stride, x, x_stride, columns, steps, tail, c, is_first, ahead, rows, room, _ = (
+                arguments
+            )
+            emit = _Tiles(context, builder, room, tiles)
+            firsts = [builder.add(x, builder.mul(x_stride, int64(b))) for b in range(num_b)]
+            b_row = builder.mul(columns, int64(4))
+            b_tile = builder.mul(b_row, int64(TILE))
+            places = [builder.add(c, int64(TILE_BYTES * b)) for b in range(num_b)]
+
+            def add_products(at_b: Any) -> None:
+                for b, total in enumerate(sums):
+                    tokens = TOKENS_AT[b % 2]
+                    emit.load(tokens, builder.add(firsts[b], at_b), b_row)
+                    emit.add_products(total, a_tile, tokens)
+
+            with builder.if_else(builder.icmp_unsigned("!=", is_first, int64(0))) as (new, old):
+                with new:
+                    for total in sums:
+                        emit.zero(total)
+                with old:
+                    for total, place in zip(sums, places, strict=True):
+                        emit.load(total, place, int64(64))
+            with cgutils.for_range(builder, steps, intp=I64) as loop:
+                at_a = builder.mul(loop.index, int64(2 * STEP))
+                emit.load(a_tile, builder.add(w, at_a), w_stride)
+                asked = builder.add(ahead, builder.mul(loop.index, int64(TILE * 64)))
+                for line in range(TILE):
+                    prefetch(builder, builder.add(asked, int64(line * 64)))
+                add_products(builder.mul(loop.index, b_tile))
+            with builder.if_then(builder.icmp_unsigned("!=", tail, int64(0)), likely=False):
+                first = builder.add(w, builder.mul(steps, int64(2 * STEP)))
+                copied = builder.add(room, int64(STATE))
+                with cgutils.for_range(builder, rows, intp=I64) as loop:
+                    source = builder.add(first, builder.mul(w_stride, loop.index))
+                    bits = load_bits(builder, source, int64(0), 2, STEP, tail)
+                    to = pointer_at(builder, copied, loop.index, 64, bits.type)
+                    builder.store(bits, to, align=2)
+                emit.load(a_tile, copied, int64(64))
+                add_products(builder.mul(steps, b_tile))
+            for total, place in zip(sums, places, strict=True):
+                emit.store(total, place, int64(64))
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 12, tiles), generate
+
+    return multiply
+
+
+def mix_tiles(num_d: int) -> Any:
+    """Make a function that adds up values by weights of 16 queries, for `num_d` tiles of a head.
+
+    Weights are two bfloat16 numbers each, `high` and `low`, [16][32 * chunks], `p_stride` bytes
+    from a query to the next; values are as `interleave` writes them, `v_stride` bytes from a tile
+    of the head to the next. The result is [16][16 * num_d] float32 with rows of `out_stride` bytes.
+    """
+
+    @intrinsic
+    def mix(typing, high, low, p_stride, v, v_stride, chunks, out, out_stride, room, tiles):
+        def generate(context, builder, signature, arguments):
+            high, low, p_stride, v, v_stride, chunks, out, out_stride, room, _ = arguments
+            emit = _Tiles(context, builder, room, tiles)
+            for d in range(num_d):
+                emit.zero(d)
+            with cgutils.for_range(builder, chunks, intp=I64) as loop:
+                at = builder.mul(loop.index, int64(2 * STEP))
+                for tile, each in zip(ROWS_AT, (high, low), strict=True):
+                    emit.load(tile, builder.add(each, at), p_stride)
+                at = builder.add(v, builder.mul(loop.index, int64(TILE_BYTES)))
+                for d in range(num_d):
+                    values = TOKENS_AT[d % 2]
+                    of_tile = builder.mul(v_stride, int64(d))
+                    emit.load(values, builder.add(at, of_tile), int64(64))
+                    for weights in ROWS_AT:
+                        emit.add_products(d, weights, values)
+            for d in range(num_d):
+                emit.store(d, builder.add(out, int64(64 * d)), out_stride)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 9, tiles), generate
+
+    return mix

@@ -1,0 +1,228 @@
+"""Products by tiles against the definition of AMX's instruction, and the code that is made for AMX.
+
+The kernels' own code runs over loops in place of the instructions, and over these where the
+processor has them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import lookahead_hf
+from lookahead_hf import SpeculativeConfig
+from lookahead_hf.engines.cpu.kernels import fields, program, team
+from lookahead_hf.engines.cpu.kernels.program import Plan, Workspace, segment_of, tile_floats
+from tests.engines.cpu.kernels.test_programs import attended, linear, tree_of
+from tests.engines.cpu.test_prompts_by_kernels import Bits, Listener, same
+from tests.helpers.bounds import bounds_checked
+from tests.helpers.models import prompt, tiny
+from tests.helpers.scripted import RandomTrees, Scripted
+from tests.helpers.tiles import use_loops
+
+WIDTHS = (1, 2, 4, 9, 15, 16, 17, 31, 33, 48, 49, 64)
+
+HAS_AMX = bool(program.tiles_of(torch.bfloat16))
+
+
+@pytest.fixture(params=["loops", "amx"])
+def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of bfloat16 are computed by tiles."""
+    if request.param == "loops":
+        use_loops(monkeypatch)
+    elif not HAS_AMX:
+        pytest.skip("the processor has no tiles, or the system refuses them")
+
+
+def by_definition(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The sums of `tdpbf16ps`: per tile two chains of 16 from zero, whose sum joins the total."""
+    size = -(-w.shape[1] // 32) * 32
+    rows, tokens = (np.zeros((len(each), size), np.float32) for each in (w, x))
+    for to, each in ((rows, w), (tokens, x)):
+        to[:, : each.shape[1]] = each.float().numpy()
+    total = np.zeros((len(x), len(w)), np.float32)
+    for step in range(0, size, 32):
+        chains = [np.zeros_like(total), np.zeros_like(total)]
+        for k in range(step, step + 32):
+            chains[k % 2] = chains[k % 2] + tokens[:, k, None] * rows[None, :, k]
+        total = total + (chains[0] + chains[1])
+    return torch.from_numpy(total)
+
+
+def cancelling(rows: int, size: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight and tokens whose products add up to zero: only rounding errors are left of sums.
+
+    Every bit of these depends on the order of the sum, also after they are rounded to bfloat16.
+    """
+    half, places = (size + 1) // 2, torch.randperm(size)
+    w, x = torch.randn(rows, half), torch.randn(tokens, half)
+    w, x = torch.cat([w, -w], 1)[:, :size][:, places], torch.cat([x, x], 1)[:, :size][:, places]
+    return w.bfloat16(), x.bfloat16()
+
+
+@pytest.mark.parametrize("size", [1, 31, 32, 48, 97, 576, 2050])
+@pytest.mark.parametrize("rows", [1, 33, 70])
+def test_sums_are_those_of_the_instruction(tiles: None, rows: int, size: int) -> None:
+    w, x = cancelling(rows, size, 64)
+    whole = linear(x, w)
+    assert torch.equal(whole, by_definition(w, x).bfloat16())
+    for width in WIDTHS:
+        at = width % 7
+        part = linear(x[at : at + width].clone(), w)
+        assert torch.equal(part, whole[at : at + width]), width
+
+
+def test_denormal_numbers_count_as_zero_and_nan_stays_in_its_token(tiles: None) -> None:
+    tiny_weights = torch.full((16, 32), 2.0**-130).bfloat16()
+    assert (linear(torch.full((1, 32), 2.0**100).bfloat16(), tiny_weights) == 0).all()
+    x, w = torch.randn(20, 64).bfloat16(), torch.randn(64, 64).bfloat16()
+    whole = linear(x, w)
+    x[3, 5], x[4, 6] = torch.nan, torch.inf
+    out = linear(x, w)
+    assert bool(out[3].isnan().all()) and not bool(out[4].isfinite().any())
+    others = [0, 1, 2, *range(5, 20)]
+    assert torch.equal(out[others], whole[others])
+
+
+@pytest.mark.skipif(not HAS_AMX, reason="the processor has no tiles, or the system refuses them")
+def test_loops_do_what_the_processor_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    def results() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        products = [linear(x, w) for w, x in (cancelling(70, 333, width) for width in WIDTHS)]
+        q, k, v = (torch.randn(2, n, h, 72).bfloat16() for n, h in ((40, 6), (300, 2), (300, 2)))
+        return [*products, attended(q, k, v, tree_of(2, 40, 300, 0)[1])]
+
+    by_amx = results()
+    use_loops(monkeypatch)
+    assert all(map(torch.equal, by_amx, results()))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_nothing_is_written_behind_the_room_of_a_thread(seed: int, tiles: None) -> None:
+    """Attention in a room of just the size that is asked for."""
+    random = np.random.default_rng(seed)
+    width, slots = int(random.integers(1, 65)), int(random.integers(65, 300))
+    dim, shared, group = (int(random.integers(1, most)) for most in (130, 4, 8))
+    q = torch.randn(1, width, shared * group, dim).bfloat16()
+    k, v = (torch.randn(1, slots, shared, dim).bfloat16() for _ in range(2))
+    (_, part), most = tree_of(1, width, slots, seed, window=seed % 3 * 40), segment_of(q.dtype)
+    plan, out = Plan(np.zeros(width, np.int64), [part], most), torch.empty_like(q)
+    ops = np.zeros((1, fields.OP_FIELDS), np.int64)
+    values = {
+        fields.KIND: fields.ATTEND,
+        fields.SOURCE: q.data_ptr(),
+        fields.TARGET: out.data_ptr(),
+        fields.WEIGHT: k.data_ptr(),
+        fields.WEIGHT_2: v.data_ptr(),
+        fields.HEADS: shared * group,
+        fields.SHARED: shared,
+        fields.SIZE: dim,
+        fields.PLAN: plan.address,
+        fields.FACTOR: fields.bits(dim**-0.5),
+    }
+    ops[0, list(values)] = list(values.values())
+    space, floats = Workspace(ops, q.dtype), tile_floats(min(most, width) * group, plan.span, dim)
+    used = floats + space._tile_room(width) // 4
+    space._scratch = np.full(used + 4096, -7.0, np.float32)
+    space.run(0, 1, width, floats)
+    assert (space._scratch[(used + 63) // 64 * 64 :] == -7.0).all()
+    assert torch.equal(out, attended(q, k, v, part))
+
+
+class Listening(Scripted):
+    """Drafts random trees around a text, and keeps the logits behind each part of it."""
+
+    observe = Listener.observe
+
+    def __init__(self, text: list[int], seed: int) -> None:
+        super().__init__([text], RandomTrees(seed=seed))
+        self.logits: Bits = {}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_text_and_its_bits_are_the_same_at_every_width(tiles: None, name: str) -> None:
+    """Kernels compute the prompt, steps of one token and of trees, and the output layer."""
+    model = lookahead_hf.enable(tiny(name, max_position_embeddings=512).bfloat16())
+    ids, listener = prompt(1, 70), Listener()
+
+    def text(drafter: Any, budget: int) -> list[int]:
+        config = SpeculativeConfig((drafter,), budget=budget, compiled_layers="everywhere")
+        call = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
+        output = model.generate(ids, **call, speculative=config)
+        stats = lookahead_hf.last_stats(model)
+        assert stats is not None and stats.fallback_reason is None
+        assert stats.execution == "compiled" and stats.own_code == ()
+        assert (stats.num_accepted > 0) == (budget > 0)
+        return output[0, 70:].tolist()
+
+    with bounds_checked() as units:
+        alone = text(listener, 0)
+        for seed, threads in ((0, 1), (1, 2)):
+            drafter = Listening(alone, seed)
+            torch.set_num_threads(threads)
+            try:
+                assert text(drafter, 64) == alone
+            finally:
+                torch.set_num_threads(1)
+            assert len(drafter.logits) > 5 and same(drafter.logits, listener.logits)
+    assert len(units) > 20
+
+
+# What is made for AMX, on any processor.
+
+ASSEMBLED = """
+from lookahead_hf.ngram_pool import jit
+jit.compile_here()
+from lookahead_hf.engines.cpu.kernels import _program_numba
+entry = _program_numba.run_bfloat16_amx
+assert entry.address
+print(entry._compiled._library.get_asm_str())
+"""
+
+
+def test_the_code_for_amx_has_its_instructions(tmp_path: Path) -> None:
+    settings = {
+        "NUMBA_CPU_NAME": "sapphirerapids",
+        "NUMBA_CPU_FEATURES": "+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512bf16,+fma,+avx2,"
+        "+bmi2,+f16c,+amx-tile,+amx-bf16,+amx-int8,+prfchw",
+        "NUMBA_CACHE_DIR": str(tmp_path),
+    }
+    command = [sys.executable, "-c", ASSEMBLED]
+    printed = subprocess.run(
+        command, env=os.environ | settings, check=True, capture_output=True, text=True
+    ).stdout
+    count = {name: printed.count(f"\t{name}\t") for name in ("tdpbf16ps", "tileloadd")}
+    assert count["tdpbf16ps"] > 10 and count["tileloadd"] > 10, count
+    for name in ("ldtilecfg", "tilestored", "tilezero", "tilerelease", "vcvtneps2bf16"):
+        assert f"\t{name}" in printed, name
+
+
+@pytest.mark.parametrize("grants", [True, False])
+def test_linux_is_asked_for_tiles(grants: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class Library:
+        def __init__(self, name: str | None) -> None:
+            assert name is None
+
+        def syscall(self, number: int, request: int, about: Any) -> int:
+            asked.append((number, request))
+            if request == 0x1023:
+                assert about == 18
+                return 0 if grants else -1
+            about._obj.value = (1 << 18 if grants else 0) | 7
+            return 0
+
+    monkeypatch.setattr(ctypes, "CDLL", Library)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    assert team.may_use_tiles.__wrapped__() == grants
+    assert asked == [(158, 0x1023), (158, 0x1022)]
