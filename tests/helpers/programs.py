@@ -1,0 +1,94 @@
+"""Single operations of the compiled kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from lookahead_hf.engines.cpu.kernels import fields
+from lookahead_hf.engines.cpu.kernels.fields import bits
+from lookahead_hf.engines.cpu.kernels.program import Plan, Workspace, segment_of
+
+
+def run(operations: list[dict[int, int]], dtype: torch.dtype, num_tokens: int) -> None:
+    """Carry out operations, given by the values of their fields."""
+    ops = np.zeros((len(operations), fields.OP_FIELDS), np.int64)
+    for at, values in enumerate(operations):
+        ops[at, list(values)] = list(values.values())
+    Workspace(ops, dtype).run(0, len(ops), num_tokens, 1 << 18)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: Any = None, **given: int) -> torch.Tensor:
+    """Multiply `x`, [tokens, in], by a weight, [out, in], with the kernel."""
+    out = x.new_full((len(x), len(weight)), float("nan"))
+    if given.get("MODE") == fields.ADD:
+        out = torch.ones_like(out)
+    op = {
+        fields.KIND: fields.LINEAR,
+        fields.SOURCE: x.data_ptr(),
+        fields.TARGET: out.data_ptr(),
+        fields.WEIGHT: weight.data_ptr(),
+        fields.BIAS: 0 if bias is None else bias.data_ptr(),
+        fields.SIZE: weight.shape[1],
+        fields.OUTPUTS: len(weight),
+        fields.PIECE: 32,
+        fields.FACTOR: bits(1.0),
+    }
+    run([op | {getattr(fields, name): value for name, value in given.items()}], x.dtype, len(x))
+    return out
+
+
+def attended(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: np.ndarray, limit: float = 0.0
+) -> torch.Tensor:
+    """Attend with the kernel.
+
+    Args:
+        q: Queries, [rows, width, heads, dim].
+        k: Keys, [rows, slots, shared, dim].
+        v: Values, the same.
+        seen: Whether a token sees a slot, [rows, width, slots].
+        limit: Limit of the scores, 0 for none.
+    """
+    rows, width, heads, dim = q.shape
+    out, slots = torch.empty_like(q), k.shape[1]
+    counts, firsts = np.full(rows, width, np.int64), np.arange(rows) * slots
+    parts = [(seen, counts, firsts)]
+    plan = Plan(np.zeros(rows * width, np.int64), parts, segment_of(q.dtype))
+    op = {
+        fields.KIND: fields.ATTEND,
+        fields.SOURCE: q.data_ptr(),
+        fields.TARGET: out.data_ptr(),
+        fields.WEIGHT: k.data_ptr(),
+        fields.WEIGHT_2: v.data_ptr(),
+        fields.HEADS: heads,
+        fields.SHARED: k.shape[2],
+        fields.SIZE: dim,
+        fields.PLAN: plan.address,
+        fields.FACTOR: bits(dim**-0.5),
+        fields.EPSILON: bits(limit),
+    }
+    run([op], q.dtype, rows * width)
+    return out
+
+
+def tree_mask(rows: int, width: int, slots: int, seed: int, window: int = 0) -> np.ndarray:
+    """What the tokens of random trees behind random prefixes see, [rows, width, slots]."""
+    random = np.random.default_rng(seed)
+    seen = np.zeros((rows, width, slots), bool)
+    for row in range(rows):
+        length = int(random.integers(0, slots - width + 1))
+        depth = np.zeros(width, int)
+        for token in range(width):
+            parent = int(random.integers(-1, token)) if token else -1
+            if parent >= 0:
+                seen[row, token] = seen[row, parent]
+                depth[token] = depth[parent] + 1
+            else:
+                seen[row, token, :length] = True
+            seen[row, token, length + token] = True
+            if window:
+                seen[row, token, : max(0, length + depth[token] + 1 - window)] = False
+    return seen
