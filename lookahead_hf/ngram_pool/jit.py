@@ -192,8 +192,10 @@ def writable() -> Path | None:
 def key_of(name: str) -> str:
     """Return a file name for code that was compiled from these sources for this processor."""
     package = _HERE.parents[1]
-    folders = "drafting", "engines/cpu/kernels", "ngram_pool"
-    sources = [_sources(package / each, "**/*.py") for each in folders]
+    sources = [
+        _sources(package / each, "**/*.py")
+        for each in ("drafting", "engines/cpu/kernels", "ngram_pool")
+    ]
     processor = cpu_target.target_context.codegen().magic_tuple()
     made_of = sys.version_info[:2], numba.__version__, processor, sources
     return f"{name}-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.compiled"

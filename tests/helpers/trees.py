@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
-
-from lookahead_hf.engines.cpu.kernels.program import Part
 
 
 def random_tree(
@@ -27,42 +24,6 @@ def random_tree(
     if rows > 1:
         counts[-1] = 0
     return parents, depth, counts
-
-
-def planned(
-    parents: np.ndarray, lengths: np.ndarray, slots: int, window: int = 0
-) -> tuple[np.ndarray, Part]:
-    """What trees behind prefixes see, as a mask and as plans of attention are told.
-
-    Args:
-        parents: Index of each token's parent in its row, -1 for none, [rows, width].
-        lengths: Slots of each row before its tree, [rows].
-        slots: Slots of each row.
-        window: Columns that a token sees, 0 for all.
-
-    Returns:
-        Whether a token sees a slot, [rows, width, slots] bool, and the same for `Plan`.
-    """
-    rows, width = parents.shape
-    seen, columns = np.zeros((rows, width, slots), bool), np.zeros((rows, width), np.int64)
-    for row, token in np.ndindex(rows, width):
-        length, parent = lengths[row], parents[row, token]
-        columns[row, token] = length if parent < 0 else columns[row, parent] + 1
-        seen[row, token] = np.arange(slots) < length if parent < 0 else seen[row, parent]
-        seen[row, token, length + token] = True
-        if window:
-            path = [*range(length), *(length + np.flatnonzero(seen[row, token, length:]))]
-            seen[row, token, path[:-window]] = False
-    nothing, every = np.zeros((0, 0), np.int64), np.tile(np.arange(slots), (rows, 1))
-    near = (columns - window + 1, every) if window else (nothing, nothing)
-    counts, firsts = np.full(rows, width, np.int64), np.arange(rows) * slots
-    return seen, (parents, counts, lengths, columns, *near, firsts)
-
-
-def random_parents(rows: int, width: int, seed: int) -> np.ndarray:
-    """Random trees, [rows, width]."""
-    random = np.random.default_rng(seed)
-    return np.array([[random.integers(-1, at) for at in range(width)] for _ in range(rows)])
 
 
 def plant(

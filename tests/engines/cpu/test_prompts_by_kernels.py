@@ -12,41 +12,20 @@ from transformers import DynamicCache, GenerationConfig
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.call import execution
-from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.engines.cpu.layers import trial
 from lookahead_hf.engines.cpu.layers.room import Room
 from lookahead_hf.model import compat
 from lookahead_hf.model.state import state_of
 from lookahead_hf.ngram_pool import compilation
-from lookahead_hf.rows import Rows
 from lookahead_hf.runner import prefill
 from lookahead_hf.runner.host import Runner
 from tests.helpers.caches import CACHE
 from tests.helpers.compiling import nothing_compiled
-from tests.helpers.drafts import Fixed
+from tests.helpers.listening import Bits, Listener, same
 from tests.helpers.models import prompt, tiny
 
 LENGTHS = (5, 300, 130, 41)
 NUM_NEW = 12
-
-Bits = dict[tuple[int, ...], torch.Tensor]
-
-
-class Listener(Fixed):
-    """Drafts nothing, and keeps the logits behind each text."""
-
-    def __init__(self) -> None:
-        super().__init__(0.3)
-        self.logits: Bits = {}
-
-    def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
-        return DraftTree.empty(rows.num_rows)
-
-    def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
-        for row in range(rows.num_rows):
-            if verdict.num_emitted[row]:
-                text = rows.context(row)[: -int(verdict.num_emitted[row])]
-                self.logits[tuple(text.tolist())] = logits[row, 0].clone()
 
 
 @pytest.fixture(name="model")
@@ -81,12 +60,6 @@ def generated(model: Any, rows: Sequence[list[int]], compiled: Any = "everywhere
     if compiled == "everywhere":
         assert stats.execution == "compiled" and stats.own_code == ()
     return listener.logits
-
-
-def same(one: Bits, other: Bits) -> bool:
-    """Whether what both hold, at least the logits of the first step, has the same bits."""
-    common = one.keys() & other.keys()
-    return min(one, key=len) in common and all(torch.equal(one[key], other[key]) for key in common)
 
 
 def test_a_batch_does_not_change_the_bits_of_its_texts(model: Any) -> None:

@@ -21,9 +21,9 @@ from numba import types
 from lookahead_hf.engines.cpu.kernels._attention_numba import attend
 from lookahead_hf.engines.cpu.kernels._elementwise_numba import activate, near, norm, rotate
 from lookahead_hf.engines.cpu.kernels._products_numba import product
-from lookahead_hf.engines.cpu.kernels._tile_attention_numba import attend_by_tiles
-from lookahead_hf.engines.cpu.kernels._tile_products_numba import (
+from lookahead_hf.engines.cpu.kernels._tiles_numba import (
     ROOM,
+    attend_by_tiles,
     columns_of,
     is_packed,
     pack,
@@ -66,6 +66,7 @@ from lookahead_hf.engines.cpu.kernels.fields import (
     TARGET,
     THREADS,
     TICKETS,
+    TILE,
     TILE_ROOM,
     TO_SLOTS,
     TOKENS,
@@ -83,7 +84,7 @@ from lookahead_hf.engines.cpu.kernels.scalars import (
     width_of,
     yield_core,
 )
-from lookahead_hf.engines.cpu.kernels.tiles import TILE, configure, release_tiles
+from lookahead_hf.engines.cpu.kernels.tiles import configure, release_tiles
 from lookahead_hf.ngram_pool.jit import entry_point, jit_inner_numbers
 
 _PATIENCE = 2_000

@@ -10,7 +10,8 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from lookahead_hf.engines.cpu.kernels import fields, team
+from lookahead_hf.engines.cpu import team
+from lookahead_hf.engines.cpu.kernels import fields
 from lookahead_hf.kernels.data import PathTable
 from lookahead_hf.ngram_pool import compilation
 from lookahead_hf.ngram_pool.compilation import Functions, NumbaMissingError
@@ -181,7 +182,7 @@ class Workspace:
         """Return the bytes of a thread's tiles and packed tokens; 0 without tiles."""
         if not tiles_of(self._dtype):
             return 0
-        from lookahead_hf.engines.cpu.kernels._tile_products_numba import ROOM, bytes_of_packed
+        from lookahead_hf.engines.cpu.kernels._tiles_numba import ROOM, bytes_of_packed
 
         return int(ROOM + bytes_of_packed(num_tokens, self._longest) + 63) // 64 * 64
 
@@ -193,7 +194,7 @@ def _entry_of(name: str) -> int:
 
 def tile_floats(queries: int, slots: int, dim: int) -> int:
     """Return the float32 numbers that a thread needs room for when it attends by tiles."""
-    from lookahead_hf.engines.cpu.kernels._tile_attention_numba import attention_places
+    from lookahead_hf.engines.cpu.kernels._tiles_numba import attention_places
 
     return int(attention_places(queries, slots, dim)[-1]) // 4
 

@@ -15,6 +15,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from lookahead_hf.engines.cpu.kernels.fields import TILE
 from lookahead_hf.engines.cpu.kernels.llvm import (
     F32,
     I16,
@@ -32,7 +33,7 @@ from lookahead_hf.engines.cpu.kernels.llvm import (
     store_vector,
     vector_of,
 )
-from lookahead_hf.engines.cpu.kernels.tiles import AMX, STEP, TILE
+from lookahead_hf.engines.cpu.kernels.tiles import AMX, STEP
 
 SINGLES, WORDS, HALVES = (vector_of(each, TILE) for each in (F32, I32, I16))
 """Vectors of 16 float32 numbers, of their bits, and of bfloat16 numbers."""

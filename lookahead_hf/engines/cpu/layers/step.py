@@ -181,7 +181,7 @@ class LayerStep:
         most = segment_of(x.dtype)
         key = id(mask), id(group), most
         if key not in self._plans:
-            self._plans[key] = plan_of(self._context, mask, group, *x.shape[:2], most)
+            self._plans[key] = plan_of(self._context, mask, group, x.shape[0], x.shape[1], most)
             self._held.append(mask)  # keeps its id taken
         plan = self._plans[key]
         if plan is None:

@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from lookahead_hf.call import execution
-from lookahead_hf.engines.cpu.kernels import program, team
+from lookahead_hf.engines.cpu import team
+from lookahead_hf.engines.cpu.kernels import program
 from lookahead_hf.engines.cpu.layers.compiled import CompiledLayers
 from lookahead_hf.engines.cpu.layers.step import Broken
 from lookahead_hf.engines.cpu.layers.trial import width_of

@@ -38,10 +38,9 @@ def COMMAND(arguments: Arguments, screen: Screen) -> None:
 
     # These say what there is to compile.
     import lookahead_hf.drafting.registry  # noqa: F401
-    from lookahead_hf.engines.cpu.kernels import program
+    from lookahead_hf.engines.cpu.kernels.program import groups_of
 
-    dtypes = [getattr(torch, name) for name in arguments.dtype]
-    groups = [compilation.drafting, *program.groups_of(dtypes)]
+    groups = [compilation.drafting, *groups_of(getattr(torch, each) for each in arguments.dtype)]
     start = time.monotonic()
     if screen.shows_progress:
         wait_for_functions(screen, groups)

@@ -60,8 +60,7 @@ def test_products_write_the_tokens_of_a_block_and_no_others(cpu: str | None) -> 
 
 FLOAT16 = """
 from lookahead_hf.engines.cpu.kernels import program
-import torch
-program._load_layers(torch.float16)
+program._load_layers("float16")
 """
 
 

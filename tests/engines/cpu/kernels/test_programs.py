@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -11,9 +9,8 @@ from torch import nn
 
 from lookahead_hf.engines.cpu.kernels import fields
 from lookahead_hf.engines.cpu.kernels.fields import bits
-from lookahead_hf.engines.cpu.kernels.program import Part, Plan, Workspace, segment_of
+from tests.helpers.programs import attended, linear, planned, run, tree_of
 from tests.helpers.tiles import use_loops
-from tests.helpers.trees import planned, random_parents
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -29,34 +26,6 @@ def _dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
 
 SIZES = ((1, 1), (3, 5), (40, 33), (64, 96), (130, 4), (576, 48))
 """Inputs and outputs of a linear layer: multiples of a vector, and others."""
-
-
-def run(operations: list[dict[int, int]], dtype: torch.dtype, num_tokens: int) -> None:
-    """Carry out operations, given by the values of their fields."""
-    ops = np.zeros((len(operations), fields.OP_FIELDS), np.int64)
-    for at, values in enumerate(operations):
-        ops[at, list(values)] = list(values.values())
-    Workspace(ops, dtype).run(0, len(ops), num_tokens, 1 << 18)
-
-
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: Any = None, **given: int) -> torch.Tensor:
-    """Multiply `x`, [tokens, in], by a weight, [out, in], with the kernel."""
-    out = x.new_full((len(x), len(weight)), float("nan"))
-    if given.get("MODE") == fields.ADD:
-        out = torch.ones_like(out)
-    op = {
-        fields.KIND: fields.LINEAR,
-        fields.SOURCE: x.data_ptr(),
-        fields.TARGET: out.data_ptr(),
-        fields.WEIGHT: weight.data_ptr(),
-        fields.BIAS: 0 if bias is None else bias.data_ptr(),
-        fields.SIZE: weight.shape[1],
-        fields.OUTPUTS: len(weight),
-        fields.PIECE: 32,
-        fields.FACTOR: bits(1.0),
-    }
-    run([op | {getattr(fields, name): value for name, value in given.items()}], x.dtype, len(x))
-    return out
 
 
 def error(ours: torch.Tensor, expected: torch.Tensor) -> float:
@@ -137,46 +106,6 @@ def test_norms(dtype: torch.dtype, size: int, flavour: int) -> None:
         len(x),
     )
     assert error(out, expected) < limit(dtype)
-
-
-def attended(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, limit: float = 0.0
-) -> torch.Tensor:
-    """Attend with the kernel.
-
-    Args:
-        q: Queries, [rows, width, heads, dim].
-        k: Keys, [rows, slots, shared, dim].
-        v: Values, the same.
-        part: What the tokens see.
-        limit: Limit of the scores, 0 for none.
-    """
-    rows, width, heads, dim = q.shape
-    out = torch.empty_like(q)
-    plan = Plan(np.zeros(rows * width, np.int64), [part], segment_of(q.dtype))
-    op = {
-        fields.KIND: fields.ATTEND,
-        fields.SOURCE: q.data_ptr(),
-        fields.TARGET: out.data_ptr(),
-        fields.WEIGHT: k.data_ptr(),
-        fields.WEIGHT_2: v.data_ptr(),
-        fields.HEADS: heads,
-        fields.SHARED: k.shape[2],
-        fields.SIZE: dim,
-        fields.PLAN: plan.address,
-        fields.FACTOR: bits(dim**-0.5),
-        fields.EPSILON: bits(limit),
-    }
-    run([op], q.dtype, rows * width)
-    return out
-
-
-def tree_of(
-    rows: int, width: int, slots: int, seed: int, window: int = 0
-) -> tuple[np.ndarray, Part]:
-    """What the tokens of random trees behind random prefixes see, as of `planned`."""
-    lengths = np.random.default_rng(seed).integers(0, slots - width + 1, rows)
-    return planned(random_parents(rows, width, seed), lengths, slots, window)
 
 
 @pytest.mark.parametrize("dim", [8, 12, 64, 80, 96, 128])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lookahead_hf.engines.cpu.kernels import team
+from lookahead_hf.engines.cpu import team
 from tests.helpers.compiled import run
 from tests.helpers.models import tiny
 

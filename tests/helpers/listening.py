@@ -1,0 +1,34 @@
+"""The bits of the logits behind each part of a text."""
+
+from __future__ import annotations
+
+import torch
+
+from lookahead_hf.draft import DraftTree, Verdict
+from lookahead_hf.rows import Rows
+from tests.helpers.drafts import Fixed
+
+Bits = dict[tuple[int, ...], torch.Tensor]
+
+
+class Listener(Fixed):
+    """Drafts nothing, and keeps the logits behind each text."""
+
+    def __init__(self) -> None:
+        super().__init__(0.3)
+        self.logits: Bits = {}
+
+    def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
+        return DraftTree.empty(rows.num_rows)
+
+    def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
+        for row in range(rows.num_rows):
+            if verdict.num_emitted[row]:
+                text = rows.context(row)[: -int(verdict.num_emitted[row])]
+                self.logits[tuple(text.tolist())] = logits[row, 0].clone()
+
+
+def same(one: Bits, other: Bits) -> bool:
+    """Whether what both hold, at least the logits of the first step, has the same bits."""
+    common = one.keys() & other.keys()
+    return min(one, key=len) in common and all(torch.equal(one[key], other[key]) for key in common)
