@@ -32,10 +32,8 @@ class DraftTree:
     Row `r` owns the nodes `row_offsets[r]:row_offsets[r + 1]`; `parents` counts within the row.
 
     `probs`, for verification="rejection", holds the distribution over the target's tokens that each
-    node's token was drawn from, with probability 0 for siblings drawn earlier. The outcome of a
-    draw must decide nothing else: the tree holds every token that was drawn, siblings are in the
-    order of their draws, and the number of draws does not depend on them. Without `probs` a draft
-    may hold any tokens.
+    node's token was drawn from. It counts on the path of first children, whose length must not
+    depend on what is drawn there. All other nodes are certain: they may hold any tokens.
     """
 
     row_offsets: np.ndarray  # [rows + 1] int64
@@ -45,6 +43,7 @@ class DraftTree:
     score: np.ndarray  # [nodes] float32, estimated probability that its path is accepted
     evidence: Evidence | None = None
     probs: object | None = None  # torch.Tensor [nodes, vocab], what each node was drawn from
+    drawn: np.ndarray | None = None  # [nodes], rows of `probs`, -1 if certain; None: each its own
 
     @property
     def num_rows(self) -> int:

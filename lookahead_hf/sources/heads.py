@@ -206,10 +206,9 @@ class MtpDrafter(BuiltInDrafter):
         tokens, classes, _ = self._picks.pick(logits, row, place)
         growths = []
         for number, is_live in enumerate(rows.live.tolist()):
-            growth = Growth([rows.last_token(number)] if is_live else [])
+            growth = Growth(is_live)
             for at in range(number * depths, (number + 1) * depths):
-                places = [at] * len(growth.frontier)
-                growth.extend((tokens[places], classes[places], None), self.rates, 1, 0.0)
+                growth.extend(tokens[at], classes[at], self.rates)
             growths.append(growth)
         return tree_of(growths)
 

@@ -382,6 +382,14 @@ def test_a_fixed_budget_drafts_that_much_in_every_step(size: int) -> None:
     assert run.sizes == [size] * 40
 
 
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_drawn_nodes_are_verified_whatever_they_promise(is_flat: bool) -> None:
+    tree = replace(tree_of(np.zeros(6), 2), drawn=np.array([0, 1, -1, -1, -1, -1, 2, -1] + [-1] * 4))
+    budget = Budget("auto", 64, CostModel(), rows_of(2), SteadySteps(is_flat=is_flat))
+    assert budget.choose(tree).tolist() == [2, 1]
+    assert budget.choose(replace(tree, drawn=None)).tolist() == [0, 0]
+
+
 def test_lengths_have_curves_of_their_own_that_start_from_their_neighbours() -> None:
     costs = CostModel(capacity=3)
     short = costs.curve(1, 100)

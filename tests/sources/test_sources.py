@@ -188,7 +188,7 @@ def test_an_assistant_of_another_vocabulary_is_refused_without_tokenizers() -> N
 
 def test_generation_settings_reach_the_assistant() -> None:
     model, depths = tiny("llama"), []
-    config = config_of(("assistant",), options={"assistant": {"min_reach": 0.0, "top_k": 1}})
+    config = config_of(("assistant",), options={"assistant": {"min_reach": 0.0}})
     call = {**GREEDY, "assistant_model": tiny("llama"), "speculative": config}
     with lookahead_hf.enabled(model):
         for settings in ({}, {"num_assistant_tokens": 3}):

@@ -65,10 +65,8 @@ class Adapted(BuiltInDrafter):
         tree = checked(tree, rows.num_rows, self._num_buckets)
         if tree.probs is None:
             return tree
-        # A drawn token must not decide whether it is verified, so all nodes share one bucket.
         probs = _distributions(tree, self._vocab_size) if self._draws else None
-        evidence = None if self._draws else tree.evidence
-        return replace(tree, evidence=evidence, probs=probs)
+        return replace(tree, probs=probs)
 
     def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
         self._call("observe", rows, _copied(draft), _copied(verdict), logits)
@@ -206,22 +204,4 @@ def _distributions(tree: DraftTree, vocab_size: int | None) -> torch.Tensor:
             f"node {node} holds the token {tree.token_ids[node]}, which has no probability in "
             f"probs[{node}]: each token must be drawn from its distribution"
         )
-    later, earlier = _siblings(tree)
-    if len(later) and bool((again := probs[later, tree.token_ids[earlier]] > 0).any()):
-        node = int(later[int(again.nonzero()[0])])
-        raise ValueError(
-            f"probs[{node}] gives probability to the token of a sibling before it: siblings must "
-            "be drawn without replacement, each from what those before it leave"
-        )
     return probs / totals[:, None]
-
-
-def _siblings(tree: DraftTree) -> tuple[np.ndarray, np.ndarray]:
-    """Return all pairs of siblings as flat nodes: the later and the earlier ones, [pairs] each."""
-    pairs = [np.empty((0, 2), np.int64)]
-    for row in range(tree.num_rows):
-        nodes = tree.row(row)
-        parents = tree.parents[nodes]
-        pairs.append(np.argwhere(np.tril(parents[:, None] == parents, -1)) + nodes.start)
-    later, earlier = np.concatenate(pairs).T
-    return later, earlier
