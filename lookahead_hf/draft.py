@@ -95,9 +95,8 @@ class DraftTree:
             buckets: Bucket of each node; with `offsets` of each entry, [entries].
             offsets: Offset of each node's entries, [nodes + 1]; by default a node has one entry.
         """
-        if offsets is None:
-            offsets = np.arange(self.num_nodes + 1)
         buckets = np.asarray(buckets, np.int32)
+        offsets = np.arange(self.num_nodes + 1) if offsets is None else offsets
         return replace(self, evidence=Evidence(offsets, np.zeros_like(buckets), buckets))
 
     def with_chains(self, tokens: np.ndarray, rows: np.ndarray) -> DraftTree:
@@ -238,15 +237,14 @@ class Verdict:
             finished: Rows whose text has ended, [rows] bool; by default none.
             num_text: Emitted tokens of each row that are no pads, [rows]; by default all.
         """
-        if live is None:
-            live = np.array([len(tokens) > 0 for tokens in token_ids], bool)
+        emits = np.array([len(tokens) > 0 for tokens in token_ids], bool)
         return Verdict(
             np.cumsum([0, *map(len, token_ids)]),
             np.array(list(chain.from_iterable(token_ids)), np.int64),
             np.cumsum([0, *map(len, paths)]),
             np.array(list(chain.from_iterable(paths)), np.int32),
-            live,
-            np.zeros(len(live), bool) if finished is None else finished,
+            emits if live is None else live,
+            np.zeros(len(emits), bool) if finished is None else finished,
             num_text,
         )
 

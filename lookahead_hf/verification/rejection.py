@@ -53,12 +53,12 @@ class Rejection(Walk):
     def _decider(self, rows: Rows, row: int, draft: DraftTree, logits: torch.Tensor) -> Decide:
         nodes = draft.row(row)
         parents, drafted = draft.parents[nodes], draft.token_ids[nodes]
-        drawn = _rows_of_probs(draft)[nodes]
 
         def decide(node: int) -> tuple[int, int | None]:
             probs = self.rules.score(rows, row, logits[row, node + 1]).softmax(-1)[0]
             children = np.flatnonzero(parents == node)
-            which, ids = _upload(drawn[children], drafted[children], device=probs.device)
+            drawn = _rows_of_probs(draft)[nodes.start + children]
+            which, ids = _upload(drawn, drafted[children], device=probs.device)
             drawn_from = _drawn_from(draft.probs, which, ids, probs)
             accepted, token = choose(probs, drafted[children], drawn_from)
             return token, None if accepted is None else int(children[accepted])
@@ -73,9 +73,9 @@ def _walk_all(draft: DraftTree, probs: torch.Tensor) -> np.ndarray:  # [rows, 1 
     """Return `TreeWalk.packed` of all rows, and whether each node's probabilities are finite."""
     width, counts = probs.shape[1], np.diff(draft.row_offsets)
     of_nodes = np.repeat(np.arange(len(counts)), counts), place_in_row(draft.row_offsets)
-    nodes = *of_nodes, _rows_of_probs(draft), draft.token_ids
     *tree, row, place, which, ids = _upload(
-        *draft.padded(width)[:2], counts, *nodes, device=probs.device
+        *(*draft.padded(width)[:2], counts, *of_nodes, _rows_of_probs(draft), draft.token_ids),
+        device=probs.device,
     )
     drawn_from = probs.new_zeros(len(probs), width - 1, probs.shape[2])
     drawn_from[row, place] = _drawn_from(draft.probs, which, ids, probs)
@@ -152,10 +152,9 @@ def _drawn_from(
 
     A certain node, or one without a known distribution, was drawn with probability 1.
     """
-    found = torch.zeros(len(ids), like.shape[-1], device=like.device)
-    found.scatter_(1, ids[:, None], 1.0)
-    if known is not None and len(known):
-        chances = known[which.clamp(min=0).to(known.device), : found.shape[1]].to(like)
-        part = found[:, : chances.shape[1]]
-        part.copy_(torch.where((which >= 0)[:, None], chances, part))
-    return found
+    certain = torch.zeros(len(ids), like.shape[-1], device=like.device).scatter_(1, ids[:, None], 1)
+    if known is None or not len(known):
+        return certain
+    chances = known[which.clamp(min=0).to(known.device), : like.shape[-1]].to(like)
+    chances = torch.nn.functional.pad(chances, (0, like.shape[-1] - chances.shape[1]))
+    return torch.where((which >= 0)[:, None], chances, certain)

@@ -32,6 +32,7 @@ def merge_trees(
     for row in range(row_offsets.shape[1] - 1):
         nodes: list[_Node] = []
         known: dict[tuple[int, int], int] = {}
+        end = -1  # of what was drawn
         for source in sorted(range(len(row_offsets)), key=lambda source: source != drawing):
             first = int(row_offsets[source, row])
             united = {-1: -1}
@@ -46,13 +47,13 @@ def merge_trees(
                     continue
                 if (at, token) not in known:
                     known[at, token] = len(nodes)
-                    nodes.append(_Node(token, at, depth, node))
+                    is_drawn = source == drawing and at == end
+                    end = len(nodes) if is_drawn else end
+                    nodes.append(_Node(token, at, depth, node, drawn=is_drawn))
                 united[node - first] = known[at, token]
                 found = nodes[known[at, token]].entries
                 found.extend((source, b) for b in own if (source, b) not in found)
         _fill_reach(nodes, rates, bucket_starts)
-        if drawing >= 0:
-            _find_drawn(nodes, *row_offsets[drawing, [row, row + 1]].tolist())
         order = _likeliest(nodes, max_nodes)
         place = {node: index for index, node in enumerate(order)}
         for each in nodes:
@@ -82,13 +83,6 @@ def _fill_reach(nodes: list[_Node], rates: np.ndarray, bucket_starts: np.ndarray
     for node in nodes:
         above = 1.0 if node.parent < 0 else nodes[node.parent].reach
         node.reach = above * node.reach / max(total[node.parent], 1.0)
-
-
-def _find_drawn(nodes: list[_Node], first: int, last: int) -> None:
-    at = -1
-    for index, node in enumerate(nodes):
-        if node.parent == at and node.origin in range(first, last):
-            node.drawn, at = True, index
 
 
 def _likeliest(nodes: list[_Node], max_nodes: int) -> list[int]:

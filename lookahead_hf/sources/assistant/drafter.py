@@ -19,7 +19,7 @@ import torch
 from lookahead_hf.config import check_int
 from lookahead_hf.distributed import coordinator
 from lookahead_hf.draft import DraftTree
-from lookahead_hf.drafting.drafter import BuiltInDrafter, TargetCall
+from lookahead_hf.drafting.drafter import Drafter, TargetCall, Traits
 from lookahead_hf.model import compat
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.patched import patched
@@ -42,7 +42,7 @@ NOT_SERVED = ("assistant_confidence_threshold", "num_assistant_tokens_schedule")
 """Settings of generation configs that learned acceptance rates replace."""
 
 
-class AssistantDrafter(BuiltInDrafter):
+class AssistantDrafter(Drafter):
     """Lets a smaller model write ahead, in ragged batches, from a cache of its own.
 
     The cache is rolled back to what the target accepted. An assistant with another vocabulary reads
@@ -50,7 +50,7 @@ class AssistantDrafter(BuiltInDrafter):
     """
 
     name: ClassVar[str] = "assistant"
-    num_buckets = NUM_BUCKETS
+    traits = Traits(NUM_BUCKETS, prior_rates())
 
     def __init__(
         self,
@@ -99,10 +99,6 @@ class AssistantDrafter(BuiltInDrafter):
         self._min_reach = min_reach
         self._model: AssistantModel | None = None
         self._patches = ExitStack()
-        self.rates = self.prior()
-
-    def prior(self) -> np.ndarray:
-        return prior_rates()
 
     @property
     def kept_as(self) -> str:
@@ -143,7 +139,7 @@ class AssistantDrafter(BuiltInDrafter):
             if not any(chains):
                 break
             self._write(growths, self._model.read_on(chains), [len(chain) for chain in chains])
-            chains = [[] if g.end is None else [g.tokens[g.end]] for g in growths]
+            chains = [[growth.tokens[node] for node in growth.ends] for growth in growths]
         return tree_of([self._translated(rows, row, g) for row, g in enumerate(growths)])
 
     def _unread(self, model: AssistantModel, rows: Rows, row: int) -> list[int]:
@@ -166,7 +162,9 @@ class AssistantDrafter(BuiltInDrafter):
         rows = np.flatnonzero(lengths)
         tokens, classes, drawn_from = self._picks.pick(logits, rows, np.array(lengths)[rows] - 1)
         for index, row in enumerate(rows.tolist()):
-            growths[row].extend(tokens[index], classes[index], self.rates, self._min_reach)
+            growths[row].extend(
+                tokens[index], classes[index], self.rates, min_reach=self._min_reach
+            )
             if drawn_from is not None:
                 growths[row].drawn_from.append(drawn_from[index])
 

@@ -78,34 +78,41 @@ class Drawn:
 
 
 class Growth(RowDraft):
-    """The draft of one row, which goes on from the likeliest token of each level.
+    """The draft of one row.
 
     Attributes:
-        end: The node that it goes on from, None where it stops.
+        ends: The nodes that it goes on from; none where it stops.
         drawn_from: What each node was drawn from, [vocab]; empty if nothing is drawn.
     """
 
     def __init__(self, goes_on: bool = True) -> None:
         super().__init__()
-        self.end: int | None = ROOT if goes_on else None
+        self.ends = [ROOT] if goes_on else []
         self.drawn_from: list[torch.Tensor] = []
 
     def extend(
-        self, tokens: np.ndarray, classes: np.ndarray, rates: np.ndarray, min_reach: float = 0.0
+        self,
+        tokens: np.ndarray,
+        classes: np.ndarray,
+        rates: np.ndarray,
+        *,
+        breadth: int = 1,
+        min_reach: float = 0.0,
     ) -> None:
-        """Add tokens below the end, [picks], the likeliest first.
+        """Add tokens below every end, [picks], the likeliest first.
 
-        The first of them is the new end, unless it is reached less often than `min_reach`.
+        The `breadth` likeliest of them are the new ends, except those that are reached less often
+        than `min_reach`.
         """
-        if self.end is None:
-            return
-        parent, first, most = self.end, len(self.tokens), 1.0
-        for pick in np.flatnonzero(tokens >= 0).tolist():
-            self._add(parent, int(tokens[pick]), int(classes[pick]), rates, most)
-            # A rate of few tests is uncertain and must not put a less likely token first.
-            most = min(most, float(rates[self.buckets[-1]]))
-        is_likely = len(self.tokens) > first and self.scores[first] >= min_reach
-        self.end = first if is_likely else None
+        first = len(self.tokens)
+        for parent in self.ends:
+            most = 1.0
+            for pick in np.flatnonzero(tokens >= 0).tolist():
+                self._add(parent, int(tokens[pick]), int(classes[pick]), rates, most)
+                # A rate of few tests is uncertain and must not put a less likely token first.
+                most = min(most, float(rates[self.buckets[-1]]))
+        new = sorted(range(first, len(self.tokens)), key=lambda node: -self.scores[node])
+        self.ends = [node for node in new[:breadth] if self.scores[node] >= min_reach]
 
     def _add(
         self, parent: int, token: int, likeliness: int, rates: np.ndarray, most: float = 1.0

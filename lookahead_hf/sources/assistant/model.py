@@ -22,6 +22,7 @@ from lookahead_hf.runner.prefill import prefill
 if TYPE_CHECKING:
     from lookahead_hf.rows import EncoderInputs
 
+
 class AssistantModel:
     """A model that has read every row up to some token, and can forget the newest ones."""
 

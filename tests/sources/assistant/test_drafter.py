@@ -54,9 +54,9 @@ def test_drafts_are_what_the_model_would_write_in_every_step(name: str) -> None:
 def test_a_draft_ends_where_its_like_are_not_accepted() -> None:
     rows = rows_of([TEXTS[0], TEXTS[1]])
     drafter = begun(tiny("llama"), rows, min_reach=0.2)
-    drafter.rates = np.zeros(drafter.num_buckets, np.float32)
+    drafter.rates = np.zeros(drafter.traits.buckets, np.float32)
     assert set(drafter.propose(rows, 64).depth.tolist()) == {1}
-    drafter.rates = np.ones(drafter.num_buckets, np.float32)
+    drafter.rates = np.ones(drafter.traits.buckets, np.float32)
     assert set(drafter.propose(rows, 64).depth.tolist()) == {1, 2, 3, 4}
     assert set(drafter.propose(rows, 2).depth.tolist()) == {1, 2}
 
