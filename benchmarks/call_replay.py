@@ -18,7 +18,7 @@ import torch
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.draft import ROOT, DraftTree, Verdict
 from lookahead_hf.drafting.budget import SteadySteps
-from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.drafting.drafter import Drafter, Step
 from lookahead_hf.drafting.session import DraftSession, Limits
 from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
 from lookahead_hf.rows import Rows
@@ -93,10 +93,12 @@ class RecordedRecycling(RecyclingDrafter):
 
     seen: Seen
 
-    def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
+    def observe(self, step: Step) -> None:
         best = self.seen.top_ids.copy(), self.seen.top_probs.copy()
-        self.remember(self.seen.before, self.seen.last, *best)
-        self.note_rejected(np.zeros(1, np.int64), rows.last_tokens, *(part[-1:] for part in best))
+        self._memory.remember(self.seen.before, self.seen.last, *best)  # type: ignore[union-attr]
+        self.note_rejected(
+            np.zeros(1, np.int64), step.rows.last_tokens, *(part[-1:] for part in best)
+        )
 
 
 @dataclass(frozen=True)

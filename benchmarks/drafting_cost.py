@@ -36,6 +36,7 @@ from record import folder_of, recorded
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.call.prepared import Request
 from lookahead_hf.draft import DraftTree, Verdict
+from lookahead_hf.drafting import ensemble
 from lookahead_hf.drafting.budget import SteadySteps
 from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.session import DraftSession, Limits
@@ -182,13 +183,11 @@ def timed(call: Any, *arguments: Any) -> tuple[Any, float]:
 
 def lines(arguments: argparse.Namespace, texts: Sequence[Text], vocab: int) -> Iterator[Line]:
     """Measure every system with every number of rows."""
-    from lookahead_hf.drafting.sources import recycling
-
     for rows in arguments.rows:
         chosen = list(itertools.islice(itertools.cycle(texts), rows))
         for system in SYSTEMS:
             found = Arrived if system == "device" else BestTokens
-            with mock.patch.object(recycling, "BestTokens", found):
+            with mock.patch.object(ensemble, "BestTokens", found):
                 yield measure(chosen, system, vocab, arguments.nodes)
 
 

@@ -65,7 +65,7 @@ def pools(text: np.ndarray, fresh: np.ndarray, looks: Looks) -> Iterator[Line]:
 
 
 def pool_looks(name: str, pool: NgramPool, fresh: np.ndarray, looks: Looks) -> Iterator[Line]:
-    rates = PoolDrafter(pool).prior()
+    rates = PoolDrafter.traits.prior
     end = [100]
 
     def advance() -> None:

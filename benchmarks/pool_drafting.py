@@ -18,6 +18,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting import _numba as merging
+from lookahead_hf.drafting.drafter import Step as VerifiedStep
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.merge import head
 from lookahead_hf.drafting.rates import Calibration
@@ -151,7 +152,7 @@ class Step:
     def advance(self) -> None:
         """Add the next token to the index of the text."""
         self._verdict = self._emit()
-        self._sources[0].observe(self.rows, self._draft, self._verdict, self._logits)
+        self._sources[0].observe(VerifiedStep(self.rows, self._draft, self._verdict, self._logits))
 
     def propose(self) -> DraftTree:
         return self.ensemble.propose(self.rows, NODES)
@@ -201,7 +202,6 @@ def _teach(ids: np.ndarray, sources: list[Any]) -> None:
     top = rng.integers(0, VOCABULARY, (len(ids) - 1, 12)).astype(np.int32)
     top[:, 0] = ids[1:]
     probs = np.tile(0.5 ** np.arange(1.0, 13.0, dtype=np.float32), (len(top), 1))
-    before = np.append(-1, ids[:-2])
     for source in sources:
         if isinstance(source, RecyclingDrafter):
-            source.remember(before, ids[:-1], top, probs)
+            source._memory.remember(np.append(-1, ids[:-2]), ids[:-1], top, probs)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from lookahead_hf.config import SpeculativeConfig
     from lookahead_hf.draft import DraftTree
-    from lookahead_hf.drafting.drafter import Drafter
+    from lookahead_hf.drafting.drafter import Drafter, Step, Traits
     from lookahead_hf.fallback import (
         FallbackReason,
         SpeculationFallbackError,
@@ -49,7 +49,9 @@ __all__ = [
     "SpeculativeConfig",
     "SpeculativeMixin",
     "SpeculativeStats",
+    "Step",
     "Totals",
+    "Traits",
     "disable",
     "disable_everywhere",
     "enable",
@@ -74,7 +76,9 @@ _HOME = {
     "SpeculationFallbackWarning": "fallback",
     "SpeculativeConfig": "config",
     "SpeculativeStats": "stats",
+    "Step": "drafting.drafter",
     "Totals": "stats",
+    "Traits": "drafting.drafter",
     "last_stats": "stats",
     "on_stats": "stats",
     "reset_totals": "stats",

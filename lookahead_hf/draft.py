@@ -32,10 +32,8 @@ class DraftTree:
     Row `r` owns the nodes `row_offsets[r]:row_offsets[r + 1]`; `parents` counts within the row.
 
     `probs`, for verification="rejection", holds the distribution over the target's tokens that each
-    node's token was drawn from, with probability 0 for siblings drawn earlier. The outcome of a
-    draw must decide nothing else: the tree holds every token that was drawn, siblings are in the
-    order of their draws, and the number of draws does not depend on them. Without `probs` a draft
-    may hold any tokens.
+    node's token was drawn from. It counts on the path of first children, whose length must not
+    depend on what is drawn there. All other nodes are certain: they may hold any tokens.
     """
 
     row_offsets: np.ndarray  # [rows + 1] int64
@@ -45,6 +43,7 @@ class DraftTree:
     score: np.ndarray  # [nodes] float32, estimated probability that its path is accepted
     evidence: Evidence | None = None
     probs: object | None = None  # torch.Tensor [nodes, vocab], what each node was drawn from
+    drawn: np.ndarray | None = None  # [nodes], rows of `probs`, -1 if certain; None: each its own
 
     @property
     def num_rows(self) -> int:
@@ -96,9 +95,8 @@ class DraftTree:
             buckets: Bucket of each node; with `offsets` of each entry, [entries].
             offsets: Offset of each node's entries, [nodes + 1]; by default a node has one entry.
         """
-        if offsets is None:
-            offsets = np.arange(self.num_nodes + 1)
         buckets = np.asarray(buckets, np.int32)
+        offsets = np.arange(self.num_nodes + 1) if offsets is None else offsets
         return replace(self, evidence=Evidence(offsets, np.zeros_like(buckets), buckets))
 
     def with_chains(self, tokens: np.ndarray, rows: np.ndarray) -> DraftTree:
@@ -239,15 +237,14 @@ class Verdict:
             finished: Rows whose text has ended, [rows] bool; by default none.
             num_text: Emitted tokens of each row that are no pads, [rows]; by default all.
         """
-        if live is None:
-            live = np.array([len(tokens) > 0 for tokens in token_ids], bool)
+        emits = np.array([len(tokens) > 0 for tokens in token_ids], bool)
         return Verdict(
             np.cumsum([0, *map(len, token_ids)]),
             np.array(list(chain.from_iterable(token_ids)), np.int64),
             np.cumsum([0, *map(len, paths)]),
             np.array(list(chain.from_iterable(paths)), np.int32),
-            live,
-            np.zeros(len(live), bool) if finished is None else finished,
+            emits if live is None else live,
+            np.zeros(len(emits), bool) if finished is None else finished,
             num_text,
         )
 

@@ -26,7 +26,11 @@ class Rows:
         num_emitted: Tokens emitted so far, [rows] int64; in lockstep the pads of finished rows too.
         finished: Rows without a text or whose text has ended, [rows] bool.
         encoder_ids: Token ids of the encoder's input per row, for models that have one.
+        prompt_states: The target's last hidden states of the prompt, [rows, columns, hidden], while
+            drafters begin, if one of them needs hidden states; None if they begin later.
     """
+
+    prompt_states: torch.Tensor | None = None
 
     def __init__(
         self,

@@ -34,11 +34,10 @@ def translated(model: Any) -> tuple[Any, Any]:
     return other, characters(order.tolist())
 
 
-@pytest.mark.parametrize("beam", [1, 2])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
-def test_the_target_as_its_own_assistant_is_always_right(name: str, beam: int) -> None:
+def test_the_target_as_its_own_assistant_is_always_right(name: str) -> None:
     model = tiny(name)
-    drafter = AssistantDrafter(model, num_draft=5, beam=beam, min_reach=0.0)
+    drafter = AssistantDrafter(model, num_draft=5, min_reach=0.0)
     stats = compare(model, {"input_ids": prompt()}, drafter, **GREEDY)
     # 1 token after the prompt, 6 steps of 5 + 1, and a seventh for the last 3.
     assert stats.accepted_histogram == (0, 0, 1, 0, 0, 6)
@@ -47,11 +46,10 @@ def test_the_target_as_its_own_assistant_is_always_right(name: str, beam: int) -
 
 @MODES
 @BATCHES
-@pytest.mark.parametrize("beam", [1, 2])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_an_assistant(name: str, beam: int, kind: str, mode: dict[str, Any]) -> None:
+def test_an_assistant(name: str, kind: str, mode: dict[str, Any]) -> None:
     model = tiny(name)
-    drafter = AssistantDrafter(unsure(model), beam=beam)
+    drafter = AssistantDrafter(unsure(model))
     stats = compare(model, inputs_of(kind), drafter, **mode)
     assert stats.num_accepted < stats.num_drafted
     assert len({row.row_steps for row in stats.row_stats}) > 1 or kind == "alone"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 import lookahead_hf
-from lookahead_hf import Drafter, DraftTree, SpeculativeConfig
-from lookahead_hf.draft import Verdict
+from lookahead_hf import Drafter, DraftTree, SpeculativeConfig, Step
 from lookahead_hf.rows import Rows
 from tests.helpers.models import prompt, tiny
 
@@ -32,8 +31,8 @@ class Successors(Drafter):
             chains.append([chain])
         return DraftTree.from_chains(chains)
 
-    def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
-        self._learn(rows)
+    def observe(self, step: Step) -> None:
+        self._learn(step.rows)
 
     def _learn(self, rows: Rows) -> None:
         for row in range(rows.num_rows):

@@ -115,11 +115,11 @@ def test_the_processor_of_a_batch_after_an_exception(model: Any, library: str) -
     class Interrupting(NgramDrafter):
         left = 6
 
-        def observe(self, rows: Any, *rest: Any) -> None:
-            super().observe(rows, *rest)
+        def observe(self, step: Any) -> None:
+            super().observe(step)
             self.left -= 1
             if not self.left:
-                self.columns = rows.num_columns
+                self.columns = step.rows.num_columns
                 raise KeyboardInterrupt
 
     drafter = Interrupting()

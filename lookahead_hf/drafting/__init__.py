@@ -14,6 +14,8 @@ _HOME = {
     "PoolDrafter": "..sources.pool",
     "PredictionDrafter": ".sources.prediction",
     "RecyclingDrafter": ".sources.recycling",
+    "Step": ".drafter",
+    "Traits": ".drafter",
 }
 
 __all__ = sorted(_HOME)

@@ -54,11 +54,14 @@ def pop(heap, top, size, reach):
 PARENT, DEPTH, FIRST_ENTRY, LAST_ENTRY, FIRST_CHILD, NEXT_SIBLING, PLACE = range(7)
 ENTRY_SOURCE, ENTRY_BUCKET, NEXT_ENTRY = range(3)
 
+FIRST = 2.0
+"""What lifts a node above all that are reached with a probability."""
+
 
 @jit
 def merge_trees(
     row_offsets, token_ids, parents, entry_offsets, buckets, rates, bucket_starts, max_depth,
-    vocab_size, max_nodes,
+    vocab_size, max_nodes, drawing,
 ):  # fmt: skip
     """Unite the sources' trees by prefix and keep each row's `max_nodes` likeliest nodes.
 
@@ -73,9 +76,11 @@ def merge_trees(
         entry_offsets, buckets: The buckets of each node, [nodes + 1] int64 and [entries] int32.
         rates, bucket_starts: Acceptance rates, [buckets] float32; each source's first one.
         max_depth: Deepest node of each row, [rows] int64.
+        drawing: The source whose path of first children comes before all other nodes, or -1.
 
     Returns:
-        The fields of a `DraftTree` and of its evidence, and the first proposal of each node.
+        The fields of a `DraftTree` and of its evidence, and the number of each node on that path in
+        its source's tree, -1 for all other nodes.
     """
     num_rows = row_offsets.shape[1] - 1
     capacity = min(len(token_ids), num_rows * max_nodes)
@@ -83,7 +88,7 @@ def merge_trees(
     out_tokens = np.empty(capacity, np.int64)
     out_fields = np.empty((2, capacity), np.int32)
     out_score = np.empty(capacity, np.float32)
-    out_origin = np.empty(capacity, np.int64)
+    out_drawn = np.empty(capacity, np.int64)
     out_offsets = np.zeros(capacity + 1, np.int64)
     out_entries = np.empty((2, len(buckets)), np.int32)
 
@@ -93,14 +98,18 @@ def merge_trees(
     entries = np.empty((3, most_entries), np.int32)
     united, heap = np.empty(room, np.int32), np.empty(room, np.int32)
     tokens, origin = np.empty(room, np.int64), np.empty(room, np.int64)
+    drawn = np.zeros(room, np.bool_)
     reach, total = np.empty(room, np.float64), np.empty(room + 1, np.float64)
 
     for row in range(num_rows):
         count = _unite(
             row, row_offsets, token_ids, parents, entry_offsets, buckets, max_depth[row],
-            vocab_size, table, nodes, entries, united, origin, tokens,
+            vocab_size, table, nodes, entries, united, origin, tokens, drawing,
         )  # fmt: skip
         _reach(count, nodes, entries, rates, bucket_starts, reach, total)
+        if drawing >= 0:
+            last = row_offsets[drawing, row + 1]
+            _put_first(count, nodes, origin, row_offsets[drawing, row], last, drawn, reach)
         kept = _take_likeliest(count, nodes, reach, heap, max_nodes)
         written = offsets[row]
         for node in heap[:kept]:
@@ -108,8 +117,8 @@ def merge_trees(
             out_tokens[written] = tokens[node]
             out_fields[0, written] = nodes[PLACE, above] if above >= 0 else -1
             out_fields[1, written] = nodes[DEPTH, node]
-            out_score[written] = reach[node]
-            out_origin[written] = origin[node]
+            out_score[written] = reach[node] - FIRST if drawn[node] else reach[node]
+            out_drawn[written] = origin[node] - row_offsets[drawing, 0] if drawn[node] else -1
             out_offsets[written + 1] = _copy_entries(
                 nodes[FIRST_ENTRY, node], entries, out_offsets[written], out_entries
             )
@@ -119,7 +128,7 @@ def merge_trees(
     last = out_offsets[end]
     return (
         offsets, out_tokens[:end], out_fields[0, :end], out_fields[1, :end], out_score[:end],
-        out_offsets[: end + 1], out_entries[0, :last], out_entries[1, :last], out_origin[:end],
+        out_offsets[: end + 1], out_entries[0, :last], out_entries[1, :last], out_drawn[:end],
     )  # fmt: skip
 
 
@@ -160,13 +169,17 @@ def _largest_row(row_offsets, entry_offsets):
 @jit_inner
 def _unite(
     row, row_offsets, token_ids, parents, entry_offsets, buckets, max_depth, vocab_size, table,
-    nodes, entries, united, origin, tokens,
+    nodes, entries, united, origin, tokens, drawing,
 ):  # fmt: skip
-    """Unite one row by prefix through a hash table of (parent, token); return the node count."""
+    """Unite one row by prefix through a hash table of (parent, token); return the node count.
+
+    The nodes of the source `drawing` come first, those of the others in their order.
+    """
     count, num_entries = 0, 0
     mask = len(table) - 1
     table[:] = -1
-    for source in range(row_offsets.shape[0]):
+    for turn in range(row_offsets.shape[0]):
+        source = turn if turn > drawing else (turn - 1) % (drawing + 1)
         first = row_offsets[source, row]
         for node in range(first, row_offsets[source, row + 1]):
             local = node - first
@@ -240,6 +253,17 @@ def _reach(count, nodes, entries, rates, bucket_starts, reach, total):
         parent = nodes[PARENT, node]
         above = reach[parent] if parent >= 0 else 1.0
         reach[node] = above * reach[node] / max(total[parent if parent >= 0 else root], 1.0)
+
+
+@jit_inner
+def _put_first(count, nodes, origin, first, last, drawn, reach):
+    """Lift the path of first children of the nodes `first` to `last` above all other nodes."""
+    at = -1
+    for node in range(count):
+        drawn[node] = nodes[PARENT, node] == at and first <= origin[node] < last
+        if drawn[node]:
+            reach[node] += FIRST
+            at = node
 
 
 @jit_inner

@@ -86,8 +86,18 @@ class Budget:
         self._find_curve()
 
     def choose(self, tree: DraftTree) -> np.ndarray:
-        """Return how many nodes of each row's tree, best first, are worth verifying, [rows]."""
+        """Return how many nodes of each row's tree, best first, are worth verifying, [rows].
+
+        Drawn nodes always are: a choice among them by their tokens would change the distribution.
+        """
         counts: np.ndarray = np.diff(tree.row_offsets)
+        taken = self._worthwhile(tree, counts)
+        if tree.drawn is None:
+            return taken
+        row = np.repeat(np.arange(len(counts)), counts)
+        return np.maximum(taken, np.bincount(row[tree.drawn >= 0], minlength=len(counts)))
+
+    def _worthwhile(self, tree: DraftTree, counts: np.ndarray) -> np.ndarray:
         if self._fixed is not None:
             return np.minimum(counts, self._fixed)
         if self._is_flat or self._is_first:  # rows may have begun, the prefill settled the mode

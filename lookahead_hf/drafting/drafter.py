@@ -11,13 +11,89 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from lookahead_hf.config import check_int
 from lookahead_hf.draft import DraftTree, Verdict
+from lookahead_hf.drafting.topk import BestTokens
+from lookahead_hf.utils import known_names
 
 if TYPE_CHECKING:
     import torch
 
     from lookahead_hf.rows import EncoderInputs, Rows
-    from lookahead_hf.runner.transfer import HostCopy
+
+
+@dataclass(frozen=True, eq=False)
+class Traits:
+    """What the library has to know of a drafter.
+
+    Attributes:
+        buckets: Number of classes of its proposals; `Evidence.bucket` is below it.
+        prior: Acceptance rate of each bucket before anything was learned, [buckets], or of all.
+        needs: What `observe` reads beside texts and logits: "hidden_states", and "best_tokens" with
+            their number at a node and where an accepted path ends.
+        widens: Whether further nodes cost it little, if another drafter sorts them.
+        sees_all: Whether it observes also steps in which it is not asked.
+    """
+
+    buckets: int = 1
+    prior: Any = 0.3
+    needs: Mapping[str, Any] = field(default_factory=dict)
+    widens: bool = False
+    sees_all: bool = True
+
+    def __post_init__(self) -> None:
+        check_int("buckets", self.buckets, 1, 2**31)
+        rates = np.asarray(self.prior)
+        if rates.shape not in ((), (self.buckets,)) or rates.dtype.kind not in "iuf":
+            raise ValueError(f"prior must be {self.buckets} rates or one, not {self.prior!r}")
+        if not ((rates >= 0) & (rates <= 1)).all():
+            raise ValueError(f"prior must be rates between 0 and 1, not {self.prior!r}")
+        if wrong := next((name for name in self.needs if name not in NEEDS), None):
+            raise ValueError(f"needs {wrong!r}: {known_names(wrong, NEEDS)}")
+        prior = np.broadcast_to(rates, self.buckets).astype(np.float32)
+        object.__setattr__(self, "prior", prior)
+
+
+NEEDS = ("hidden_states", "best_tokens")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """A verified step.
+
+    Attributes:
+        rows: The texts, which hold the emitted tokens already.
+        draft: What was verified.
+        verdict: What was accepted and emitted.
+        logits: The target's raw logits, [rows, 1 + max nodes, vocab]: index 0 follows the last
+            token, index 1 + i follows node i of the row. They are valid in `observe` only.
+        hidden_states: The target's last ones at the same places, if the drafter needs them.
+    """
+
+    rows: Rows
+    draft: DraftTree
+    verdict: Verdict
+    logits: torch.Tensor
+    hidden_states: torch.Tensor | None = None
+    _best: BestTokens | None = None
+    _later: Callable[[Callable[[], Any]], None] | None = None
+
+    def best_tokens(
+        self, rows: np.ndarray, places: np.ndarray, counts: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the `counts` best tokens at places of rows, [places] each; see `BestTokens.take`.
+
+        A device has begun the search beside the verification, for a drafter that needs them.
+        """
+        best = self._best or BestTokens(self.logits, int(counts.max(initial=1)))
+        return best.take(rows, places, counts)
+
+    def later(self, work: Callable[[], Any]) -> None:
+        """Run a function while a device runs the next step; at once where there is none."""
+        if self._later is None:
+            work()
+        else:
+            self._later(work)
 
 
 class Drafter(ABC):
@@ -25,25 +101,32 @@ class Drafter(ABC):
 
     A drafter of your own overrides `propose`, and the other methods if it remembers anything. One
     object serves one call at a time. An exception in any method costs the call its speed, never its
-    text. Methods may write into their arguments, which are copies, except the logits of `observe`.
+    text. Methods may write into their arguments, which are copies, except logits and hidden states.
 
     Attributes:
         name: Its name in statistics.
-        rates: Learned acceptance rate of each bucket, [num_buckets] float32; the library updates
-            it.
+        traits: What the library has to know of it.
     """
 
     name: ClassVar[str] = "custom"
-    rates: np.ndarray
+    traits: Traits = Traits()
+    _rates: np.ndarray | None = None
 
     @property
-    def num_buckets(self) -> int:
-        """Number of classes of proposals; `Evidence.bucket` is below it."""
-        return 1
+    def rates(self) -> np.ndarray:
+        """Acceptance rate of each bucket, [buckets] float32; the library updates it."""
+        if self._rates is None:
+            self._rates = np.array(self.traits.prior)
+        return self._rates
 
-    def prior(self) -> np.ndarray:
-        """Acceptance rate of each bucket before anything was learned, [num_buckets] float32."""
-        return np.full(self.num_buckets, 0.3, np.float32)
+    @rates.setter
+    def rates(self, rates: np.ndarray) -> None:
+        self._rates = rates
+
+    @property
+    def kept_as(self) -> str:
+        """What its rates are kept under between calls, beside its name."""
+        return f"{type(self).__module__}.{type(self).__qualname__}"
 
     def begin(self, rows: Rows) -> None:  # noqa: B027 (an optional hook)
         """Start a call; `rows` holds the prompts and the first token that each row emitted."""
@@ -60,18 +143,8 @@ class Drafter(ABC):
             One tree per row (`DraftTree.from_chains` takes plain lists); finished rows get none.
         """
 
-    def observe(  # noqa: B027 (an optional hook)
-        self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor
-    ) -> None:
-        """Learn from a step; `rows` holds the emitted tokens already.
-
-        Args:
-            rows: The texts so far.
-            draft: What was verified.
-            verdict: What was accepted and emitted.
-            logits: The target's raw logits, [rows, 1 + max nodes, vocab]: index 0 follows the last
-                token, index 1 + i follows node i of the row. They are valid during this call only.
-        """
+    def observe(self, step: Step) -> None:  # noqa: B027 (an optional hook)
+        """Learn from a step."""
 
     def begin_row(self, rows: Rows, row: int) -> None:
         """Start a new text in a row, which holds its prompt and first token.
@@ -87,48 +160,53 @@ class Drafter(ABC):
         """End the call, also after an exception."""
 
 
-class BuiltInDrafter(Drafter):
-    """A drafter of this package, which may read a step's logits while the device still works.
+class Refiner(Drafter):
+    """A drafter that changes the merged draft of all others while it `refines` some row."""
 
-    If it `reads_hidden_states`, it gets the target's last ones, [rows, width, hidden]: of the
-    prompt at `begin` (None if drafting begins later), of the step at `observe`.
-    """
+    refines = False
+    is_listed = False  # in statistics: whether any row was refined
 
-    sees_all: ClassVar[bool] = True  # whether it observes also steps in which it is not asked
-    widens: ClassVar[bool] = False  # further nodes cost it little, if another source sorts them
-    is_listed: bool = True  # in statistics
-    reads_hidden_states: ClassVar[bool] = False
-    hidden_states: torch.Tensor | None = None
+    def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
+        return DraftTree.empty(rows.num_rows)
 
-    def prepare(self, logits: torch.Tensor) -> None:  # noqa: B027 (an optional hook)
-        """Begin to read the logits of a launched step, whose verdict is not known yet."""
+    @abstractmethod
+    def refine(
+        self, rows: Rows, tree: DraftTree, source: int, max_nodes: int, max_depth: np.ndarray
+    ) -> DraftTree:
+        """Change the merged draft of all sources, of which this is number `source`.
 
-    def bring(self, copy: HostCopy) -> None:  # noqa: B027 (an optional hook)
-        """Add what `observe` needs on the host to the copy of the verdict, if a device verifies."""
+        A row keeps at most `max_nodes` nodes, none deeper than `max_depth`, [rows].
+        """
 
 
 class Guard:
-    """Runs functions of one part of drafting, which is left out of the call once one raises.
+    """Runs the parts of a call's drafting. A part that raises is left out, with one warning.
 
-    `works` says whether none has raised so far, `seconds` how long they took.
+    Attributes:
+        works: Whether each part has never raised.
+        seconds: How long each part took.
     """
 
-    def __init__(self, warn: Callable[[Exception], None]) -> None:
-        self._warn, self.works, self.seconds = warn, True, 0.0
+    def __init__(self, warnings: Sequence[Callable[[Exception], None]]) -> None:
+        """Take the function of each part that warns of its error."""
+        self._warnings = warnings
+        self.works, self.seconds = [True] * len(warnings), [0.0] * len(warnings)
 
-    def run(self, function: Callable[..., Any], *arguments: Any, always: bool = False) -> Any:
-        """Call a function; return None if it raises or the part is left out."""
-        if not (self.works or always):
+    def run(
+        self, part: int, function: Callable[..., Any], *arguments: Any, always: bool = False
+    ) -> Any:
+        """Call a function of a part; return None if it raises or the part is left out."""
+        if not (self.works[part] or always):
             return None
         start = perf_counter()
         try:
             return function(*arguments)
         except Exception as error:
-            if self.works:
-                self.works = False
-                self._warn(error)
+            if self.works[part]:
+                self.works[part] = False
+                self._warnings[part](error)
         finally:
-            self.seconds += perf_counter() - start
+            self.seconds[part] += perf_counter() - start
         return None
 
 
@@ -139,10 +217,6 @@ def warn_of_failure(name: str, error: Exception, part: str = "this call") -> Non
         RuntimeWarning,
         stacklevel=3,
     )
-
-
-def class_path(drafter: object) -> str:
-    return f"{type(drafter).__module__}.{type(drafter).__qualname__}"
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.drafting.drafter import BuiltInDrafter, Drafter, Guard, warn_of_failure
+from lookahead_hf.drafting.drafter import Drafter, Guard, Refiner, Step, warn_of_failure
 from lookahead_hf.drafting.merge import ANY_TOKEN, head, merge
 from lookahead_hf.drafting.rates import Calibration, SourceBackoff, unique_names
+from lookahead_hf.drafting.topk import BestTokens
 from lookahead_hf.stats import SourceStats
 
 if TYPE_CHECKING:
@@ -25,14 +28,15 @@ WIDER, WIDE = 4, 64
 """Factor and limit of the merged nodes if a source prunes them: a grammar forbids two of three."""
 
 
-class Ensemble(Drafter):
+class Ensemble:
     """Merges the trees of its sources by learned acceptance rates.
 
     A source that raises is left out for the rest of the call, with one warning. A source without
-    `sees_all` observes only the steps that ask it and those before.
-    """
+    the trait `sees_all` observes only the steps that ask it and those before.
 
-    name = "ensemble"
+    Attributes:
+        guard: Runs the sources, by their numbers, and as the last part drafting as a whole.
+    """
 
     def __init__(
         self,
@@ -49,18 +53,22 @@ class Ensemble(Drafter):
         Tokens from `vocab_size` on and nodes beyond `max_new_tokens`, a number or [rows], are
         dropped.
         """
-        self._sources: list[Any] = list(sources)
+        self._sources = list(sources)
         for index, source in enumerate(sources):
             source.rates, _, _ = calibration.of_source(index)
         self._names = unique_names(sources)
         self._calibration = calibration
         self._vocab_size = vocab_size
         self._max_new_tokens = max_new_tokens
-        self._guards = [Guard(partial(warn_of_failure, name)) for name in self._names]
+        self.guard = Guard([*(partial(warn_of_failure, name) for name in self._names), warn_of_end])
         self.backoff = SourceBackoff(len(self._sources), may_rest)
         self._merged: DraftTree | None = None
         self.counts = np.zeros((num_rows, 3, len(self._sources)), np.int64)  # as in `SourceStats`
         self._exclusive = [0] * len(self._sources)  # of the latest step
+        self._best: BestTokens | None = None
+        self._hidden_states: torch.Tensor | None = None
+        self._on_device = False  # whether a device decides
+        self._put_off: list[tuple[int, Callable[[], Any]]] = []
 
     def source_stats(self, row: int | None = None) -> dict[str, SourceStats]:
         """Return what each source contributed to one row or to all rows, by name."""
@@ -69,61 +77,57 @@ class Ensemble(Drafter):
         return {
             name: SourceStats(*column)
             for name, source, column in columns
-            if getattr(source, "is_listed", True)
+            if not isinstance(source, Refiner) or source.is_listed
         }
 
     def weigh_sources(self, num_tokens: int = 0, step_seconds: float | None = None) -> None:
         """Weigh each source's time against its tokens; see `SourceBackoff.observe`."""
         if step_seconds is not None:
-            seconds = [guard.seconds for guard in self._guards]
+            seconds = self.guard.seconds[:-1]
             self.backoff.observe(seconds, self._exclusive, num_tokens, step_seconds)
         self._exclusive = [0] * len(self._sources)
-        for guard in self._guards:
-            guard.seconds = 0.0
+        self.guard.seconds[:] = [0.0] * len(self.guard.seconds)
 
-    def begin(self, rows: Rows, hidden_states: torch.Tensor | None = None) -> None:
-        for guard, source in zip(self._guards, self._sources, strict=True):
-            _pass_states(source, hidden_states)
-            guard.run(source.begin, rows)
+    def _all(self, method: str, *arguments: Any, always: bool = False) -> None:
+        """Call a method of all sources."""
+        for index, source in enumerate(self._sources):
+            self.guard.run(index, getattr(source, method), *arguments, always=always)
+
+    def begin(self, rows: Rows) -> None:
+        self._all("begin", rows)
         self.weigh_sources()
 
     def begin_row(self, rows: Rows, row: int) -> None:
-        for guard, source in zip(self._guards, self._sources, strict=True):
-            guard.run(source.begin_row, rows, row)
+        self._all("begin_row", rows, row)
 
     def end_row(self, rows: Rows, row: int) -> None:
-        for guard, source in zip(self._guards, self._sources, strict=True):
-            guard.run(source.end_row, rows, row)
+        self._all("end_row", rows, row)
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
         refining = self._refining()
         wide = max_nodes if refining is None else max(max_nodes, min(WIDER * max_nodes, WIDE))
-        nothing = DraftTree.empty(rows.num_rows)
-        proposals = []
-        for guard, source, asked in self._asked():
-            most = wide if getattr(source, "widens", False) else max_nodes
-            proposals.append((asked and guard.run(source.propose, rows, most)) or nothing)
+        proposals = [DraftTree.empty(rows.num_rows)] * len(self._sources)
+        for index in np.flatnonzero(self.backoff.asked).tolist():
+            source = self._sources[index]
+            most = wide if source.traits.widens else max_nodes
+            found = self.guard.run(index, source.propose, rows, most)
+            proposals[index] = found or proposals[index]
         # A node after which the text ends is of no use: the last token is always a bonus token.
         depth = np.where(rows.finished, 0, self._max_new_tokens - 1 - rows.num_emitted)
         self._merged = merge(proposals, self._calibration, wide, self._vocab_size, depth)
         if refining is not None:
-            guard, refine = self._guards[refining], self._sources[refining].refine
-            refined = guard.run(refine, rows, self._merged, refining, max_nodes, depth)
+            index, refine = refining
+            refined = self.guard.run(index, refine, rows, self._merged, index, max_nodes, depth)
             self._merged = refined or head(self._merged, max_nodes)
         return self._merged
 
-    def _asked(self) -> Iterator[tuple[Guard, Any, bool]]:
-        """Return all sources with their guards and whether this step asks them."""
-        return zip(self._guards, self._sources, self.backoff.asked, strict=True)
-
-    def _refining(self) -> int | None:
-        """Return the source that refines the draft of all others in this step."""
-        found = (
-            index
-            for index, (guard, source, asked) in enumerate(self._asked())
-            if asked and guard.works and getattr(source, "refines", False)
-        )
-        return next(found, None)
+    def _refining(self) -> tuple[int, Callable[..., DraftTree]] | None:
+        """Return the source that refines the draft of all others in this step, and how."""
+        for index in np.flatnonzero(self.backoff.asked).tolist():
+            source = self._sources[index]
+            if isinstance(source, Refiner) and source.refines and self.guard.works[index]:
+                return index, source.refine
+        return None
 
     def prepare(
         self,
@@ -131,14 +135,19 @@ class Ensemble(Drafter):
         copy: HostCopy | None = None,
         hidden_states: torch.Tensor | None = None,
     ) -> None:
-        """Let the sources begin to read a step's outputs."""
-        for guard, source in self._observers():
-            _pass_states(source, hidden_states)
-            if isinstance(source, BuiltInDrafter):
-                guard.run(source.prepare, logits)
-                if copy is not None:
-                    guard.run(source.bring, copy)
+        """Do what can be done while a device runs a step; keep what `observe` will need of it."""
+        put_off, self._put_off = self._put_off, []
+        for index, work in put_off:
+            self.guard.run(index, work)
+        self._hidden_states, self._on_device, self._best = hidden_states, copy is not None, None
+        needs = [self._sources[index].traits.needs for index in self._observers()]
+        counts = [each["best_tokens"] for each in needs if "best_tokens" in each]
+        if counts:
+            few, most = map(max, zip(*counts, strict=True))
+            self._best = BestTokens(logits, most, few)
         if copy is not None:
+            if self._best is not None:
+                self._best.bring(copy)
             copy.send()
 
     def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
@@ -154,24 +163,36 @@ class Ensemble(Drafter):
                 draft.row_offsets, draft.evidence.offsets, draft.evidence.source,
                 of_text.path_offsets, of_text.path, self.counts,
             ).tolist()  # fmt: skip
-        for guard, source in self._observers():
-            guard.run(source.observe, rows, draft, verdict, logits)
+        step = Step(rows, draft, verdict, logits, self._hidden_states, self._best)
+        for index in self._observers():
+            if self._on_device:
+                step = replace(step, _later=partial(self._later, index))
+            self.guard.run(index, self._sources[index].observe, step)
+        self._hidden_states = self._best = None  # the next step overwrites them
+
+    def _later(self, index: int, work: Callable[[], Any]) -> None:
+        self._put_off.append((index, work))
 
     def end(self, rows: Rows) -> None:
-        for guard, source in zip(self._guards, self._sources, strict=True):
-            guard.run(source.end, rows, always=True)
+        for index, work in self._put_off:
+            self.guard.run(index, work)
+        self._all("end", rows, always=True)
 
-    def _observers(self) -> list[tuple[Guard, Any]]:
-        """Return the sources that observe this step, with their guards."""
+    def _observers(self) -> list[int]:
+        """Return the sources that observe this step."""
+        asked = zip(self._sources, self.backoff.asked, self.backoff.next_asked, strict=True)
         return [
-            (guard, source)
-            for (guard, source, now), soon in zip(
-                self._asked(), self.backoff.next_asked, strict=True
-            )
-            if now or soon or getattr(source, "sees_all", True)
+            index
+            for index, (source, now, soon) in enumerate(asked)
+            if now or soon or source.traits.sees_all
         ]
 
 
-def _pass_states(source: Drafter, hidden_states: torch.Tensor | None) -> None:
-    if isinstance(source, BuiltInDrafter) and source.reads_hidden_states:
-        source.hidden_states = hidden_states
+def warn_of_end(error: Exception) -> None:
+    """Warn that a call drafts no more, since drafting itself raised an error."""
+    warnings.warn(
+        f"drafting failed and stops for this call, whose text is not affected: "
+        f"{type(error).__name__}: {error}",
+        RuntimeWarning,
+        stacklevel=4,
+    )

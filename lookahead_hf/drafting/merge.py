@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -24,8 +25,11 @@ def merge(
 
     Left out are nodes with a token id from `vocab_size` on, with all nodes below, and those deeper
     than `max_depth`, [rows]. Path probabilities, the new scores, follow from the calibration alone;
-    nodes without evidence are in bucket 0. All sources of a node are in the new evidence. `probs`
-    are kept of a single source only: a token of several was not drawn from one.
+    nodes without evidence are in bucket 0. All sources of a node are in the new evidence.
+
+    The first source with `probs` draws: the nodes on its path of first children come before all
+    others, so that neither their tokens nor another source's decide whether they are kept, and
+    keep what they were drawn from. All other nodes are certain.
     """
     from lookahead_hf.drafting._numba import merge_trees
 
@@ -38,15 +42,14 @@ def merge(
     np.concatenate(sizes).cumsum(out=entry_offsets[1:])
     if max_depth is None:
         max_depth = np.full(row_offsets.shape[1] - 1, len(token_ids) + 1, np.int64)
-    offsets, tokens, parents, depth, score, entries, source, bucket, origin = merge_trees(
+    drawing = next((i for i, tree in enumerate(proposals) if tree.probs is not None), -1)
+    offsets, tokens, parents, depth, score, entries, source, bucket, drawn = merge_trees(
         row_offsets, token_ids, parents, entry_offsets, np.concatenate(buckets, dtype=np.int32),
-        calibration.rates, calibration.bucket_starts, max_depth, vocab_size, max_nodes,
+        calibration.rates, calibration.bucket_starts, max_depth, vocab_size, max_nodes, drawing,
     )  # fmt: skip
-    probs = proposals[0].probs if len(proposals) == 1 else None
-    if probs is not None:
-        probs = probs[origin]  # type: ignore[index]
     evidence = Evidence(entries, source, bucket)
-    return DraftTree(offsets, tokens, parents, depth, score, evidence, probs)
+    tree = DraftTree(offsets, tokens, parents, depth, score, evidence)
+    return tree if drawing < 0 else replace(tree, probs=proposals[drawing].probs, drawn=drawn)
 
 
 def head(tree: DraftTree, num_nodes: int | np.ndarray) -> DraftTree:
@@ -92,7 +95,8 @@ def _taken(
         tree.depth[order],
         tree.score[order],
         _take_evidence(tree.evidence, order),
-        None if tree.probs is None else tree.probs[order],  # type: ignore[index]
+        tree.probs,
+        None if tree.drawn is None else tree.drawn[order],
     )
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.drafting.drafter import Drafter, class_path
+from lookahead_hf.drafting.drafter import Drafter
 
 PRIOR_WEIGHT = 10.0
 """Number of tests that a source's own estimate counts for."""
@@ -49,8 +49,8 @@ class Calibration:
 
     def __init__(self, sources: Sequence[Drafter], kept: np.ndarray | None = None) -> None:
         """Start from the sources' priors and the counts that are kept of earlier calls."""
-        self.bucket_starts = np.cumsum([0] + [s.num_buckets for s in sources], dtype=np.int64)
-        priors = [np.asarray(source.prior(), np.float32) for source in sources]
+        self.bucket_starts = np.cumsum([0] + [s.traits.buckets for s in sources], dtype=np.int64)
+        priors = [source.traits.prior for source in sources]
         self._prior = np.concatenate([np.empty(0, np.float32), *priors])
         self.counts = np.zeros((2, len(self._prior))) if kept is None else kept.copy()
         self.gained = np.zeros_like(self.counts)
@@ -99,7 +99,7 @@ class KeptRates:
         with self._lock:
             found = [self._kept.get(key) for key in keys]
         counts = [
-            np.zeros((2, source.num_buckets)) if kept is None else kept[0]
+            np.zeros((2, source.traits.buckets)) if kept is None else kept[0]
             for source, kept in zip(sources, found, strict=True)
         ]
         return Calibration(sources, kept=np.hstack([np.empty((2, 0)), *counts]))
@@ -138,7 +138,7 @@ _Kept = tuple[np.ndarray, np.ndarray]
 
 def _keys(sources: Sequence[Drafter], do_sample: bool) -> list[_Key]:
     return [
-        _Key(do_sample, name, getattr(source, "kept_as", class_path(source)), source.num_buckets)
+        _Key(do_sample, name, source.kept_as, source.traits.buckets)
         for name, source in zip(unique_names(sources), sources, strict=True)
     ]
 

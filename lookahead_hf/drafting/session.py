@@ -14,7 +14,7 @@ import numpy as np
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.budget import Budget, SteadySteps
-from lookahead_hf.drafting.drafter import Drafter, Guard
+from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.memory import memory_of, placement
 from lookahead_hf.drafting.merge import head, likeliest_chain
@@ -95,9 +95,6 @@ class DraftSession:
     `num_undrafted` counts steps of each row that came before numba's functions, [rows].
     """
 
-    prompt: torch.Tensor | None = None
-    """Those of the prompt, [rows, columns, hidden], until drafting begins."""
-
     def __init__(
         self,
         model: Any,
@@ -114,9 +111,7 @@ class DraftSession:
         `processes` decide together if several run the model; `complete` adds nodes that
         verification needs.
         """
-        self.reads_hidden_states = any(
-            getattr(source, "reads_hidden_states", False) for source in sources
-        )
+        self.reads_hidden_states = any("hidden_states" in each.traits.needs for each in sources)
         self._memory, self._limits = memory_of(model), limits
         self._sources = sources = take(self, sources)
         self._calibration = self._memory.rates.lease(sources, limits.do_sample)
@@ -139,7 +134,7 @@ class DraftSession:
             length if isinstance(length, int) else None,
         )
         self._processes, self._complete = processes or Processes(), complete
-        self._guard = Guard(_warn_of_end)
+        self._guard = self._ensemble.guard
         self.num_undrafted = np.zeros(rows.num_rows, np.int64)
         self._begun = False
         self._rest = self._resting = 0
@@ -147,7 +142,7 @@ class DraftSession:
     @property
     def _goes_on(self) -> bool:
         """Whether the sources have begun and drafting has not failed."""
-        return self._begun and self._guard.works
+        return self._begun and self._guard.works[-1]
 
     def source_stats(self, row: int | None = None) -> dict[str, SourceStats]:
         return self._ensemble.source_stats(row)
@@ -156,10 +151,10 @@ class DraftSession:
         """Show the texts to the sources, as soon as numba's functions are ready."""
         if not self._processes.decides or self._begun:
             return
-        prompt, self.prompt = self.prompt, None
         if drafting.ready():
             self._begun = True
-            self._ensemble.begin(rows, prompt)
+            self._ensemble.begin(rows)
+        rows.prompt_states = None
 
     def begin_row(self, rows: Rows, row: int) -> None:
         """Show the sources a new text in a row."""
@@ -179,7 +174,7 @@ class DraftSession:
 
     def _propose(self, rows: Rows) -> DraftTree:
         self.begin(rows)
-        draft = self._guard.run(self._draft, rows)
+        draft = self._guard.run(-1, self._draft, rows)
         return DraftTree.empty(rows.num_rows) if draft is None else draft
 
     def _draft(self, rows: Rows) -> DraftTree | None:
@@ -204,7 +199,7 @@ class DraftSession:
         if self._goes_on:
             copy = outputs.copy if isinstance(outputs, DeviceOutputs) else None
             states = getattr(outputs, "hidden_states", None)
-            self._ensemble.prepare(outputs.logits, copy, states)
+            self._guard.run(-1, self._ensemble.prepare, outputs.logits, copy, states)
 
     def narrow(self, most_nodes: int) -> None:
         """Limit the draft of a row to `most_nodes` for the rest of the call."""
@@ -228,7 +223,7 @@ class DraftSession:
 
         `step_seconds` is its time without drafting, None if the step also did other work.
         """
-        self._guard.run(self._learn, rows, draft, verdict, logits, step_seconds)
+        self._guard.run(-1, self._learn, rows, draft, verdict, logits, step_seconds)
 
     def _learn(
         self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: Any, seconds: float | None
@@ -255,12 +250,3 @@ def most_nodes(config: SpeculativeConfig, runner: Runner | SteadySteps) -> int:
     if runner.has_one_shape:
         most = min(most, INVARIANT_WIDTH - 1)
     return most if runner.most_nodes is None else min(most, runner.most_nodes)
-
-
-def _warn_of_end(error: Exception) -> None:
-    warnings.warn(
-        f"drafting failed and stops for this call, whose text is not affected: "
-        f"{type(error).__name__}: {error}",
-        RuntimeWarning,
-        stacklevel=4,
-    )

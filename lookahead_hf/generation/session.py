@@ -190,7 +190,7 @@ class BatchSession(Session):
         self.stream.prompt(call.input_ids)
         self.outputs.prefill(outputs)
         if shown:
-            self.drafts.prompt = compat.last_hidden_states(outputs)
+            self.rows.prompt_states = compat.last_hidden_states(outputs)
         self.processes.step()
         with self.stats.phase("verify"):
             self.verifier.first(self.rows, outputs.logits[:, -1:])

@@ -346,7 +346,7 @@ class Maker:
         if not heads:
             do_sample = bool(self.generation_config.do_sample)
             built = build_drafters(self.model, self.request, None, do_sample)
-            of_states = (each for each in built if getattr(each, "reads_hidden_states", False))
+            of_states = (each for each in built if "hidden_states" in each.traits.needs)
             heads = {*map(drafter_name, of_states)}
         if heads:
             raise ValueError(

@@ -15,8 +15,8 @@ import torch
 
 from lookahead_hf.config import check_int
 from lookahead_hf.distributed import coordinator
-from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.drafting.drafter import BuiltInDrafter
+from lookahead_hf.draft import DraftTree
+from lookahead_hf.drafting.drafter import Drafter, Step, Traits
 from lookahead_hf.model import compat
 from lookahead_hf.model.state import state_of
 from lookahead_hf.rows import Rows
@@ -39,7 +39,7 @@ PIECE = 512
 """Most tokens of a long prompt that are read at once: a mask has as many rows."""
 
 
-class MtpDrafter(BuiltInDrafter):
+class MtpDrafter(Drafter):
     """Runs the layers over the verified tokens, in a cache of their own, and then ahead of them.
 
     Layer k reads the hidden states of a token and the token `k + 1` places after it. So the last
@@ -49,8 +49,7 @@ class MtpDrafter(BuiltInDrafter):
     """
 
     name: ClassVar[str] = "mtp"
-    num_buckets = NUM_BUCKETS
-    reads_hidden_states: ClassVar[bool] = True
+    traits = Traits(NUM_BUCKETS, prior_rates(), needs={"hidden_states": True})
 
     def __init__(
         self,
@@ -74,7 +73,7 @@ class MtpDrafter(BuiltInDrafter):
             ValueError: An option is out of its range, or the model has no layers that are served.
         """
         check_int("mtp: top_k", top_k, 1, MOST_TOKENS)
-        self._picks, self.rates = Likeliest(top_k, vocab_size), self.prior()
+        self._picks = Likeliest(top_k, vocab_size)
         if num_draft is not None:
             check_int("mtp: num_draft", num_draft, 1, MOST_TOKENS)
         if coordinator.is_spread(target):
@@ -91,24 +90,21 @@ class MtpDrafter(BuiltInDrafter):
         self._states: list[torch.Tensor] = []  # not read yet, [rows, columns, hidden] each
         self._columns: list[np.ndarray] = []  # as in `compat.mtp_cache`, [rows, columns] each
 
-    def prior(self) -> np.ndarray:
-        return prior_rates()
-
     def begin(self, rows: Rows) -> None:
         self._cache, self._states, self._columns = None, [], []
-        if self.hidden_states is None:
+        if rows.prompt_states is None:
             return
-        width = self.hidden_states.shape[1]
+        width = rows.prompt_states.shape[1]
         columns = np.full((rows.num_rows, width), -1, np.int64)
         for row in range(rows.num_rows):
             length = rows.prompt_length(row)
             count = min(width, length)  # a cache may hold the beginning; pads are on the left
             columns[row, width - count :] = np.arange(length - count, length)
-        self._states, self._columns = [self.hidden_states], [columns]
-        self.hidden_states = None
+        self._states, self._columns = [rows.prompt_states], [columns]
 
-    def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
-        if self.hidden_states is None:
+    def observe(self, step: Step) -> None:
+        rows, verdict = step.rows, step.verdict
+        if step.hidden_states is None:
             raise RuntimeError("the model's forward returns no hidden states")
         going = verdict.live & ~verdict.finished
         counts = np.where(going, verdict.num_accepted + 1, 0)
@@ -119,9 +115,8 @@ class MtpDrafter(BuiltInDrafter):
             places[row, 1:count] = verdict.accepted(row) + 1
             end = len(rows.context(row)) - 1
             columns[row, :count] = np.arange(end - count, end)
-        self._states.append(_gather(self.hidden_states, places))
+        self._states.append(_gather(step.hidden_states, places))
         self._columns.append(columns)
-        self.hidden_states = None  # the next step overwrites them
 
     @torch.no_grad()
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
@@ -206,16 +201,14 @@ class MtpDrafter(BuiltInDrafter):
         tokens, classes, _ = self._picks.pick(logits, row, place)
         growths = []
         for number, is_live in enumerate(rows.live.tolist()):
-            growth = Growth([rows.last_token(number)] if is_live else [])
+            growth = Growth(is_live)
             for at in range(number * depths, (number + 1) * depths):
-                places = [at] * len(growth.frontier)
-                growth.extend((tokens[places], classes[places], None), self.rates, 1, 0.0)
+                growth.extend(tokens[at], classes[at], self.rates)
             growths.append(growth)
         return tree_of(growths)
 
     def end(self, rows: Rows) -> None:
         self._cache, self._states, self._columns = None, [], []
-        self.hidden_states = None
 
 
 def _gather(states: torch.Tensor, places: np.ndarray) -> torch.Tensor:

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import numpy as np
 
 from lookahead_hf.draft import DraftTree
-from lookahead_hf.drafting.drafter import BuiltInDrafter
+from lookahead_hf.drafting.drafter import Drafter, Traits
 from lookahead_hf.drafting.sources.ngram import rates_of
 from lookahead_hf.ngram_pool import NgramPool
 from lookahead_hf.ngram_pool.matches import LONGEST_MATCH, NUM_BUCKETS, check_limits
@@ -36,12 +36,12 @@ LEAST_SHARE = 0.9
 """Least expected ratio of two sizes of one vocabulary: models pad it, but seldom by more."""
 
 
-class PoolDrafter(BuiltInDrafter):
+class PoolDrafter(Drafter):
     """Grows one tree per row from a pool that outlives the call."""
 
     name: ClassVar[str] = "pool"
     widens: ClassVar[bool] = True
-    num_buckets = NUM_BUCKETS
+    traits = Traits(NUM_BUCKETS, rates_of(ONLY_CONTINUATION))
 
     def __init__(
         self,
@@ -76,10 +76,6 @@ class PoolDrafter(BuiltInDrafter):
         _check_tokenizer(pool, vocab_size, getattr(tokenizer, "tokenizer", tokenizer))
         self._pool, self._learn = pool, learn
         self._limits = {"min_ngram": min_ngram, "max_ngram": max_ngram}
-        self.rates = self.prior()
-
-    def prior(self) -> np.ndarray:
-        return rates_of(ONLY_CONTINUATION)
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
         most = np.where(rows.live, max_nodes, 0).tolist()

@@ -29,8 +29,9 @@ from lookahead_hf.verification.walk import Decide, Rules, Walk, along
 class Rejection(Walk):
     """Verifies sampled texts against `DraftTree.probs`.
 
-    Siblings must be in the order in which they were drawn. A draft without probabilities counts as
-    drawn with probability 1, which is correct for any tokens. The default generator decides.
+    Drawn siblings come first, in the order in which they were drawn. A node without probabilities
+    counts as drawn with probability 1, which is correct for any token. The default generator
+    decides.
     """
 
     name = "rejection"
@@ -56,10 +57,9 @@ class Rejection(Walk):
         def decide(node: int) -> tuple[int, int | None]:
             probs = self.rules.score(rows, row, logits[row, node + 1]).softmax(-1)[0]
             children = np.flatnonzero(parents == node)
-            which, ids = _upload(nodes.start + children, drafted[children], device=probs.device)
-            known: Any = draft.probs
-            known = None if known is None else known[which.to(known.device)]
-            drawn_from = _drawn_from(known, ids, probs)
+            drawn = _rows_of_probs(draft)[nodes.start + children]
+            which, ids = _upload(drawn, drafted[children], device=probs.device)
+            drawn_from = _drawn_from(draft.probs, which, ids, probs)
             accepted, token = choose(probs, drafted[children], drawn_from)
             return token, None if accepted is None else int(children[accepted])
 
@@ -73,11 +73,12 @@ def _walk_all(draft: DraftTree, probs: torch.Tensor) -> np.ndarray:  # [rows, 1 
     """Return `TreeWalk.packed` of all rows, and whether each node's probabilities are finite."""
     width, counts = probs.shape[1], np.diff(draft.row_offsets)
     of_nodes = np.repeat(np.arange(len(counts)), counts), place_in_row(draft.row_offsets)
-    *tree, row, place, ids = _upload(
-        *(*draft.padded(width)[:2], counts, *of_nodes, draft.token_ids), device=probs.device
+    *tree, row, place, which, ids = _upload(
+        *(*draft.padded(width)[:2], counts, *of_nodes, _rows_of_probs(draft), draft.token_ids),
+        device=probs.device,
     )
     drawn_from = probs.new_zeros(len(probs), width - 1, probs.shape[2])
-    drawn_from[row, place] = _drawn_from(draft.probs, ids, probs)
+    drawn_from[row, place] = _drawn_from(draft.probs, which, ids, probs)
     walk = _reject(probs, drawn_from, *tree)
     return torch.cat([walk.packed, _is_distribution(probs)], 1).cpu().numpy()
 
@@ -136,19 +137,24 @@ def _is_distribution(probs: torch.Tensor) -> torch.Tensor:  # [..., vocab] -> [.
     return probs[..., 0].isfinite().long()
 
 
+def _rows_of_probs(draft: DraftTree) -> np.ndarray:
+    """Return the row of `draft.probs` that each node was drawn from, -1 for certain nodes."""
+    return np.arange(draft.num_nodes) if draft.drawn is None else draft.drawn
+
+
 def _drawn_from(
-    known: Any,  # [nodes, any] or None
+    known: Any,  # [any, any] or None
+    which: torch.Tensor,  # [nodes], rows of `known`, -1 for certain nodes
     ids: torch.Tensor,  # [nodes]
     like: torch.Tensor,  # [..., vocab]
 ) -> torch.Tensor:
     """Return the distributions that nodes were drawn from, as tensors like `like`, [nodes, vocab].
 
-    A node without a known distribution was drawn with probability 1.
+    A certain node, or one without a known distribution, was drawn with probability 1.
     """
-    vocab = like.shape[-1]
-    found = torch.zeros(len(ids), vocab, device=like.device)
-    if known is None:
-        return found.scatter_(1, ids[:, None], 1.0)
-    chances = known.to(like)[:, :vocab]
-    found[:, : chances.shape[1]] = chances
-    return found
+    certain = torch.zeros(len(ids), like.shape[-1], device=like.device).scatter_(1, ids[:, None], 1)
+    if known is None or not len(known):
+        return certain
+    chances = known[which.clamp(min=0).to(known.device), : like.shape[-1]].to(like)
+    chances = torch.nn.functional.pad(chances, (0, like.shape[-1] - chances.shape[1]))
+    return torch.where((which >= 0)[:, None], chances, certain)

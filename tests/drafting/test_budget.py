@@ -62,7 +62,7 @@ class Chains(Fixed):
         super().__init__(*scores[:1], *scores[1:] / scores[:-1])
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
-        count = min(max_nodes, self.num_buckets)
+        count = min(max_nodes, self.traits.buckets)
         tree = tree_of(np.ones(count), rows.num_rows)
         return tree.with_buckets(np.tile(np.arange(count), rows.num_rows))
 
@@ -380,6 +380,15 @@ def test_many_rows_are_offered_fewer_nodes_each() -> None:
 def test_a_fixed_budget_drafts_that_much_in_every_step(size: int) -> None:
     run = simulate(steep, setting=size, accepts=lambda step: 0.0, steps=40)
     assert run.sizes == [size] * 40
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_drawn_nodes_are_verified_whatever_they_promise(is_flat: bool) -> None:
+    drawn = np.where(np.isin(np.arange(12), (0, 1, 6)), 0, -1)
+    tree = replace(tree_of(np.zeros(6), 2), drawn=drawn)
+    budget = Budget("auto", 64, CostModel(), rows_of(2), SteadySteps(is_flat=is_flat))
+    assert budget.choose(tree).tolist() == [2, 1]
+    assert budget.choose(replace(tree, drawn=None)).tolist() == [0, 0]
 
 
 def test_lengths_have_curves_of_their_own_that_start_from_their_neighbours() -> None:

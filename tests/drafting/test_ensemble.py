@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.drafting.drafter import Drafter, Step
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.rates import Calibration
 from lookahead_hf.rows import Rows
@@ -30,7 +30,7 @@ class Chains(Drafter):
         self.calls.append("propose")
         return DraftTree.from_chains([self.chains] * rows.num_rows)
 
-    def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: Any) -> None:
+    def observe(self, step: Step) -> None:
         self.calls.append("observe")
 
     def end(self, rows: Rows) -> None:

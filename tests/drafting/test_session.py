@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from lookahead_hf import SpeculativeConfig
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting import drafter
 from lookahead_hf.drafting.budget import SteadySteps
-from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.drafting.drafter import Drafter, Step, Traits
 from lookahead_hf.drafting.session import DraftSession, Limits
 from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
 from lookahead_hf.rows import Rows
@@ -52,7 +51,7 @@ class Foreseeing(Drafter):
         right: Callable[[int], int],  # tokens that it foresees, by place in the text
         sees_all: bool = True,
     ) -> None:
-        self.name, self.sees_all = name, sees_all  # type: ignore[misc]
+        self.name, self.traits = name, Traits(sees_all=sees_all)  # type: ignore[misc]
         self.text, self.clock, self.seconds, self.right = text, clock, seconds, right
         self.asked: list[int] = []
         self.seen: list[int] = []
@@ -64,8 +63,8 @@ class Foreseeing(Drafter):
         known = self.text[at : at + self.right(at)]
         return DraftTree.from_chains([[[*known, VOCAB - 1]]])
 
-    def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: Any) -> None:
-        self.seen.append(int(rows.num_emitted[0] - verdict.num_emitted[0]))
+    def observe(self, step: Step) -> None:
+        self.seen.append(int(step.rows.num_emitted[0] - step.verdict.num_emitted[0]))
 
 
 class MemoryHolder:

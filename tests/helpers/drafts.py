@@ -10,7 +10,7 @@ import torch
 from lookahead_hf.call.prepared import Request
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.draft import ROOT, DraftTree, Verdict
-from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.drafting.drafter import Drafter, Traits
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.merge import head
 from lookahead_hf.drafting.rates import Calibration
@@ -34,14 +34,7 @@ class Fixed(Drafter):
 
     def __init__(self, *rates: float, name: str = "fixed") -> None:
         self.name = name  # type: ignore[misc]
-        self._rates = rates
-
-    @property
-    def num_buckets(self) -> int:
-        return len(self._rates)
-
-    def prior(self) -> np.ndarray:
-        return np.array(self._rates, np.float32)
+        self.traits = Traits(len(rates), rates)
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
         raise NotImplementedError

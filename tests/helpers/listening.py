@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from lookahead_hf.draft import DraftTree, Verdict
+from lookahead_hf.draft import DraftTree
+from lookahead_hf.drafting.drafter import Step
 from lookahead_hf.rows import Rows
 from tests.helpers.drafts import Fixed
 
@@ -21,11 +22,10 @@ class Listener(Fixed):
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
         return DraftTree.empty(rows.num_rows)
 
-    def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
-        for row in range(rows.num_rows):
-            if verdict.num_emitted[row]:
-                text = rows.context(row)[: -int(verdict.num_emitted[row])]
-                self.logits[tuple(text.tolist())] = logits[row, 0].clone()
+    def observe(self, step: Step) -> None:
+        for row in step.verdict.num_emitted.nonzero()[0].tolist():
+            text = step.rows.context(row)[: -int(step.verdict.num_emitted[row])]
+            self.logits[tuple(text.tolist())] = step.logits[row, 0].clone()
 
 
 def same(one: Bits, other: Bits) -> bool:

@@ -94,7 +94,7 @@ def test_rejection(calls: Counter[str], attention_aside: None, device: torch.dev
     )
     config = SpeculativeConfig(
         drafters=("assistant",), verification="rejection", budget=16,
-        options={"assistant": {"min_reach": 0.0, "num_draft": 2, "top_k": 2, "beam": 2}},
+        options={"assistant": {"min_reach": 0.0, "num_draft": 2}},
     )  # fmt: skip
     given = {"input_ids": models.prompt(3).to(device), "do_sample": True, "temperature": 2.0}
     given |= {"max_new_tokens": 8, "pad_token_id": 0, "assistant_model": assistant}

@@ -21,17 +21,19 @@ class _Node:
     origin: int
     entries: list[tuple[int, int]] = field(default_factory=list)  # source and bucket
     reach: float = 1.0
+    drawn: bool = False
 
 
 def merge_trees(
     row_offsets, token_ids, parents, entry_offsets, buckets, rates, bucket_starts, max_depth,
-    vocab_size, max_nodes,
+    vocab_size, max_nodes, drawing,
 ):  # fmt: skip
     rows = []
     for row in range(row_offsets.shape[1] - 1):
         nodes: list[_Node] = []
         known: dict[tuple[int, int], int] = {}
-        for source in range(len(row_offsets)):
+        end = -1  # of what was drawn
+        for source in sorted(range(len(row_offsets)), key=lambda source: source != drawing):
             first = int(row_offsets[source, row])
             united = {-1: -1}
             for node in range(first, int(row_offsets[source, row + 1])):
@@ -45,7 +47,9 @@ def merge_trees(
                     continue
                 if (at, token) not in known:
                     known[at, token] = len(nodes)
-                    nodes.append(_Node(token, at, depth, node))
+                    is_drawn = source == drawing and at == end
+                    end = len(nodes) if is_drawn else end
+                    nodes.append(_Node(token, at, depth, node, drawn=is_drawn))
                 united[node - first] = known[at, token]
                 found = nodes[known[at, token]].entries
                 found.extend((source, b) for b in own if (source, b) not in found)
@@ -66,7 +70,7 @@ def merge_trees(
         np.cumsum([0] + [len(node.entries) for node in kept]),
         np.array([source for source, _ in entries], np.int32),
         np.array([bucket for _, bucket in entries], np.int32),
-        np.array([node.origin for node in kept], np.int64),
+        np.array([node.origin - row_offsets[drawing, 0] if node.drawn else -1 for node in kept]),
     )
 
 
@@ -82,14 +86,17 @@ def _fill_reach(nodes: list[_Node], rates: np.ndarray, bucket_starts: np.ndarray
 
 
 def _likeliest(nodes: list[_Node], max_nodes: int) -> list[int]:
-    heap = [(-node.reach, index) for index, node in enumerate(nodes) if node.parent < 0]
+    def rank(index: int) -> tuple[bool, float, int]:
+        return not nodes[index].drawn, -nodes[index].reach, index
+
+    heap = [rank(index) for index, node in enumerate(nodes) if node.parent < 0]
     heapq.heapify(heap)
     order: list[int] = []
     while heap and len(order) < max_nodes:
-        order.append(heapq.heappop(heap)[1])
+        order.append(heapq.heappop(heap)[-1])
         for child, node in enumerate(nodes):
             if node.parent == order[-1]:
-                heapq.heappush(heap, (-node.reach, child))
+                heapq.heappush(heap, rank(child))
     return order
 
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, modeling_layers
 import lookahead_hf
 from lookahead_hf.call import execution
 from lookahead_hf.draft import DraftTree, Verdict
+from lookahead_hf.drafting.drafter import Step
 from lookahead_hf.fallback import FallbackReason
 from lookahead_hf.model import compat
 from lookahead_hf.model.state import state_of
@@ -65,7 +66,7 @@ def test_drafts_are_what_the_layers_write_in_every_step(
     rows = rows_of(texts)
     before = [states_of(model, text[:-1])[0] for text in texts]
     left = [torch.nn.functional.pad(each, (0, 0, 14 - len(each), 0)) for each in before]
-    drafter.hidden_states = torch.stack(left)
+    rows.prompt_states = torch.stack(left)
     drafter.begin(rows)
     drawn = torch.Generator().manual_seed(1)
     for step in range(6):
@@ -87,10 +88,10 @@ def test_drafts_are_what_the_layers_write_in_every_step(
         emitted = [[*kept, *token] for kept, token in zip(accepted, bonus, strict=True)]
         counts = [1 + len(chain) for chain in chains]
         blocks = [text + chain for text, chain in zip(texts, chains, strict=True)]
-        drafter.hidden_states = block_states(model, blocks, counts)
+        states = block_states(model, blocks, counts)
         emit(rows, emitted)
         verdict = Verdict.from_rows(emitted, [range(len(kept)) for kept in accepted])
-        drafter.observe(rows, tree, verdict, torch.empty(0))
+        drafter.observe(Step(rows, tree, verdict, torch.empty(0), states))
 
 
 @pytest.fixture(scope="module")

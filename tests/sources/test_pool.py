@@ -57,15 +57,14 @@ def test_what_was_generated_is_learned_with_the_end_of_its_prompt() -> None:
 
 
 def test_the_requests_own_text_is_believed_more_until_the_pool_has_earned_it() -> None:
-    prior = PoolDrafter(NgramPool()).prior()
-    assert (prior < NgramDrafter().prior()).all()
+    assert (PoolDrafter.traits.prior < NgramDrafter.traits.prior).all()
     pool, own = PoolDrafter(pool_of([1, 2, 3])), NgramDrafter()
     calibration = Calibration([own, pool])
     ensemble = Ensemble([own, pool], calibration, 1)
     rows = rows_of([[1, 2, 4, 9, 1, 2]])
     ensemble.begin(rows)
     assert ensemble.propose(rows, 1).token_ids.tolist() == [4]
-    calibration.rates[own.num_buckets :] = 0.95
+    calibration.rates[own.traits.buckets :] = 0.95
     assert ensemble.propose(rows, 1).token_ids.tolist() == [3]
 
 

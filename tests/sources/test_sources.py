@@ -15,6 +15,7 @@ from lookahead_hf import SpeculativeConfig
 from lookahead_hf.call.prepared import Request
 from lookahead_hf.config import BUILT_IN_DRAFTERS
 from lookahead_hf.draft import DraftTree, Verdict
+from lookahead_hf.drafting.drafter import Step
 from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
 from lookahead_hf.ngram_pool import NgramPool
@@ -42,7 +43,7 @@ def brought_along(names: Iterable[str], plain: torch.Tensor, columns: int) -> di
     """Arguments without which some sources have nothing to draft from."""
     brought: dict[str, Any] = {}
     if "assistant" in names:
-        brought["assistant_model"] = unsure(tiny("llama", scale=1.5))
+        brought["assistant_model"] = unsure(tiny("llama", scale=1.5), 0.05)
     if "prediction" in names:  # the first row's, with an edit, and of the others the second half
         first, *others = [row[columns:].tolist() for row in plain]
         edited = first[:12] + [3, 4] + first[14:]
@@ -90,13 +91,13 @@ def test_a_finished_row_gets_no_draft(name: str) -> None:
         prediction=[np.array([2, 3, 1, 2])],
     )
     drafter, *_ = [each for each in build(request) if each.name == name]
-    drafter.rates = drafter.prior()
     rows = rows_of([text, text])
     drafter.begin(rows)
     for row in range(2):
         rows.emit(row, 3)
     logits = torch.nn.functional.one_hot(torch.full((2, 1), 3), VOCAB).float()
-    drafter.observe(rows, DraftTree.empty(2), Verdict.from_rows([[3], [3]], [[], []]), logits)
+    verdict = Verdict.from_rows([[3], [3]], [[], []])
+    drafter.observe(Step(rows, DraftTree.empty(2), verdict, logits))
     for finished in ([], [0], [1]):
         for row in finished:
             rows.end(row)
@@ -188,7 +189,7 @@ def test_an_assistant_of_another_vocabulary_is_refused_without_tokenizers() -> N
 
 def test_generation_settings_reach_the_assistant() -> None:
     model, depths = tiny("llama"), []
-    config = config_of(("assistant",), options={"assistant": {"min_reach": 0.0, "top_k": 1}})
+    config = config_of(("assistant",), options={"assistant": {"min_reach": 0.0}})
     call = {**GREEDY, "assistant_model": tiny("llama"), "speculative": config}
     with lookahead_hf.enabled(model):
         for settings in ({}, {"num_assistant_tokens": 3}):

@@ -24,7 +24,7 @@ from lookahead_hf.call.outputs import RequestedOutputs
 from lookahead_hf.call.stopping import RowStopping
 from lookahead_hf.call.streaming import ColumnStream
 from lookahead_hf.draft import ROOT, DraftTree, Evidence, Verdict
-from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.drafting.drafter import Drafter, Traits
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.merge import head
 from lookahead_hf.drafting.rates import Calibration
@@ -76,16 +76,13 @@ class MarkovDrafter(Drafter):
 
     Args:
         depth: Levels.
-        siblings: Tokens per level; the first is gone on from.
+        siblings: Tokens per level; the first is drawn and gone on from, the others are certain.
         hides: Whether to keep the probabilities to itself.
     """
 
     def __init__(self, depth: int, siblings: int, processors: Any = (), hides: bool = False):
         self.depth, self.siblings, self.hides = depth, siblings, hides
-        self.drawn = Drawn(siblings, VOCAB, processors)
-
-    def begin(self, rows: Rows) -> None:
-        self.drawn.begin(torch.device("cpu"))
+        self.drawn = Drawn(VOCAB, processors)
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
         last = torch.tensor([rows.last_token(row) for row in range(rows.num_rows)])
@@ -93,8 +90,8 @@ class MarkovDrafter(Drafter):
         every = np.arange(len(last))
         for _ in range(self.depth):
             tokens, _, drawn_from = self.drawn.pick(ASSISTANT[last][None], every * 0, every)
-            levels.append(tokens)
-            chances.append(drawn_from)
+            levels.append((tokens + np.arange(self.siblings)) % VOCAB)
+            chances += [drawn_from] * self.siblings  # only those of drawn tokens may count
             last = torch.from_numpy(tokens[:, 0]).long()
         tokens = np.concatenate(levels, 1)  # [rows, nodes]
         stems = [ROOT, *range(0, self.siblings * (self.depth - 1), self.siblings)]
@@ -103,7 +100,7 @@ class MarkovDrafter(Drafter):
         tree = DraftTree.from_rows(
             (row.tolist(), parents) if live[i] else ([], []) for i, row in enumerate(tokens)
         )
-        probs = torch.cat(chances, 1)[torch.from_numpy(live)].flatten(0, 1)
+        probs = torch.stack(chances, 1)[torch.from_numpy(live)].flatten(0, 1)
         return DraftTree(
             tree.row_offsets, tree.token_ids, tree.parents, tree.depth, tree.score,
             probs=None if self.hides else probs,
@@ -170,7 +167,7 @@ def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     [
         pytest.param(3, 1, (), 64, id="chain"),
         pytest.param(3, 1, WARPERS, 2, id="warped chain, cut"),
-        pytest.param(2, 2, WARPERS, 64, id="warped tree"),
+        pytest.param(2, 3, WARPERS, 64, id="warped tree"),
         pytest.param(2, 2, [hf.RepetitionPenaltyLogitsProcessor(1.5)], 64, id="by prefix"),
         pytest.param(2, 3, (), 64, id="tree"),
         pytest.param(2, 3, (), 3, id="tree, cut"),
@@ -191,13 +188,28 @@ def test_drafts_whose_probabilities_are_unknown_count_as_certain() -> None:
     assert tokens_per_step > 1.3
 
 
+class Guesses(Drafter):
+    """Is certain of what follows: the same two tokens and one more after every token."""
+
+    traits = Traits(prior=0.9)
+
+    def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
+        draft = [2, 1, 3], [ROOT, ROOT, 0]
+        return DraftTree.from_rows(draft if live else ([], []) for live in rows.live)
+
+
+@pytest.mark.parametrize("at_once", [True], indirect=True)
+@pytest.mark.parametrize(("nodes", "least"), [(2, 1.5), (4, 1.7)])
+def test_what_was_drawn_keeps_its_chances(nodes: int, least: float, at_once: bool) -> None:
+    texts, tokens_per_step = generate(Guesses(), MarkovDrafter(2, 1), nodes=nodes)
+    assert chi_square(texts, expected_counts()) < CRITICAL
+    assert tokens_per_step > least  # the drafter alone has 1.57
+
+
 class Sorting(MarkovDrafter):
     """Says of what it drew which is good and which is not, by its own two buckets."""
 
-    num_buckets = 2  # type: ignore[assignment]
-
-    def prior(self) -> np.ndarray:
-        return np.array([0.05, 0.9], np.float32)
+    traits = Traits(2, (0.05, 0.9))
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
         tree = super().propose(rows, max_nodes)
@@ -205,23 +217,34 @@ class Sorting(MarkovDrafter):
         return replace(tree, evidence=Evidence(each, each[1:] * 0, tree.token_ids % 2))
 
 
-@pytest.mark.parametrize(("depth", "siblings", "nodes"), [(1, 3, 1), (2, 2, 2)])
-def test_buckets_of_what_was_drawn_leave_the_distribution_alone(
-    depth: int, siblings: int, nodes: int
-) -> None:
-    texts, tokens_per_step = generate(Adapted(Sorting(depth, siblings), VOCAB), nodes=nodes)
+OTHERS = [((1, 3), 1, ()), ((2, 2), 2, ()), ((2, 2), 2, [MarkovDrafter(1, 1)])]
+
+
+@pytest.mark.parametrize(("shape", "nodes", "others"), OTHERS)
+def test_neither_buckets_nor_others_that_draw_matter(shape: Any, nodes: int, others: Any) -> None:
+    texts, tokens_per_step = generate(Adapted(Sorting(*shape), VOCAB), *others, nodes=nodes)
     assert chi_square(texts, expected_counts()) < CRITICAL
     assert tokens_per_step > 1.3
-    # Unadapted, by the buckets, they are verified by what they are.
-    texts, _ = generate(Sorting(depth, siblings), nodes=nodes)
+
+
+class Picky(MarkovDrafter):
+    """Breaks the rule: whether it drafts a token depends on the token."""
+
+    def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
+        tree = super().propose(rows, max_nodes)
+        kept = tree.token_ids % 2 == 0
+        return replace(
+            tree,
+            row_offsets=np.concatenate([[0], kept.cumsum()])[tree.row_offsets],
+            **{name: getattr(tree, name)[kept] for name in ("token_ids", "parents", "depth")},
+            probs=tree.probs[torch.from_numpy(kept)],  # type: ignore[index]
+        )
+
+
+@pytest.mark.parametrize("at_once", [True], indirect=True)
+def test_the_statistic_finds_tokens_that_were_cut_for_what_they_are(at_once: bool) -> None:
+    texts, _ = generate(Picky(1, 1))
     assert chi_square(texts, expected_counts()) > CRITICAL
-
-
-def test_several_sources_are_certain_of_what_they_drew() -> None:
-    drafters = [Adapted(Sorting(2, 2), VOCAB), MarkovDrafter(1, 1)]
-    texts, tokens_per_step = generate(*drafters, nodes=2)
-    assert chi_square(texts, expected_counts()) < CRITICAL
-    assert tokens_per_step > 1.3
 
 
 def test_the_statistic_finds_a_drafters_own_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,9 +272,11 @@ def test_probabilities_of_another_width_are_fitted() -> None:
     probs = torch.tensor([0.25, 0.75])
     ids = torch.ones(1, dtype=torch.int64)
     for chances in ([0.0, 1.0], [0.0, 1.0, 0.0], [0.0, 0.9, 0.1], [0.5]):
-        fitted = rejection._drawn_from(torch.tensor([chances]), ids, probs)
+        fitted = rejection._drawn_from(torch.tensor([chances]), ids * 0, ids, probs)
         assert fitted.tolist() == [pytest.approx([*chances, 0.0][:2])]
-    assert rejection._drawn_from(None, ids, probs).tolist() == [[0.0, 1.0]]
+        certain = rejection._drawn_from(torch.tensor([chances]), -ids, ids, probs)
+        assert certain.tolist() == [[0.0, 1.0]]
+    assert rejection._drawn_from(None, ids * 0, ids, probs).tolist() == [[0.0, 1.0]]
 
 
 @pytest.mark.parametrize("hides", [False, True])
@@ -306,14 +331,14 @@ def chances_of(model: Any, ids: torch.Tensor, warper: Any, length: int) -> dict[
     return found
 
 
-@pytest.mark.parametrize("options", [{"top_k": 1}, {"top_k": 2, "beam": 2}], ids=["chain", "tree"])
-def test_generate_with_an_assistant_samples_as_plain_does(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("beside", [(), ("ngram", "recycling")], ids=["alone", "beside others"])
+def test_generate_with_an_assistant_samples_as_plain_does(beside: tuple[str, ...]) -> None:
     model, assistant, ids, texts = tiny("llama"), tiny("llama", scale=4.0), prompt(), 700
     warper = hf.LogitsProcessorList([hf.TemperatureLogitsWarper(3.0), hf.TopKLogitsWarper(3)])
     expected = {text: texts * p for text, p in chances_of(model, ids, warper, 3).items()}
     config = SpeculativeConfig(
-        drafters=("assistant",), verification="rejection", budget=16,
-        options={"assistant": {"min_reach": 0.0, "num_draft": 2, **options}},
+        drafters=(*beside, "assistant"), verification="rejection", budget=16,
+        options={"assistant": {"min_reach": 0.0, "num_draft": 2}},
     )  # fmt: skip
     call = {"do_sample": True, "temperature": 3.0, "top_k": 3, "max_new_tokens": 3}
     call |= {"num_return_sequences": texts, "pad_token_id": 0, "assistant_model": assistant}

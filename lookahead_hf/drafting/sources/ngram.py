@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.drafting.drafter import BuiltInDrafter
+from lookahead_hf.draft import DraftTree
+from lookahead_hf.drafting.drafter import Drafter, Step, Traits
 from lookahead_hf.ngram_pool import SuffixIndexes
 from lookahead_hf.ngram_pool.matches import BORDER, LONGEST_MATCH, NUM_BUCKETS, check_limits
 
 if TYPE_CHECKING:
-    import torch
-
     from lookahead_hf.rows import Rows
 
 # Measured on texts of a 135M model, on source code and on prose.
@@ -31,7 +29,15 @@ SHARES_LEFT = (0.08, 0.22, 0.45, 1.0)
 """Scales the acceptance rate by the continuation's share of the matches, in quarters."""
 
 
-class NgramDrafter(BuiltInDrafter):
+def rates_of(only_continuation: Sequence[float]) -> np.ndarray:
+    """Return a rate for every bucket, [NUM_BUCKETS], from the rates of only continuations."""
+    misses = np.multiply.outer(1 - np.array(only_continuation), MISSES_LEFT)
+    # [match lengths, shares, totals]
+    rates = (1 - misses)[:, None, :] * np.array(SHARES_LEFT)[:, None]
+    return rates.astype(np.float32).ravel()
+
+
+class NgramDrafter(Drafter):
     """Grows one tree per row from an index of the row's text and of its encoder's text, if any.
 
     With `keep` the index outlives the call, for texts that several calls continue, such as a
@@ -43,8 +49,7 @@ class NgramDrafter(BuiltInDrafter):
     """
 
     name: ClassVar[str] = "ngram"
-    widens: ClassVar[bool] = True
-    num_buckets = NUM_BUCKETS
+    traits = Traits(NUM_BUCKETS, rates_of(ONLY_CONTINUATION), widens=True)
 
     def __init__(
         self, *, min_ngram: int = 1, max_ngram: int = LONGEST_MATCH, keep: bool = False
@@ -66,10 +71,6 @@ class NgramDrafter(BuiltInDrafter):
         self._indexes: SuffixIndexes | None = None
         self._known = np.empty(0, np.int64)  # with `keep`, the index's text after its last border
         self._num_known = 0
-        self.rates = self.prior()
-
-    def prior(self) -> np.ndarray:
-        return rates_of(ONLY_CONTINUATION)
 
     def begin(self, rows: Rows) -> None:
         if rows.num_rows == 1 and self._indexes is not None:
@@ -112,10 +113,10 @@ class NgramDrafter(BuiltInDrafter):
         )
         return DraftTree(offsets, tokens, parents, depth, score).with_buckets(buckets)
 
-    def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
+    def observe(self, step: Step) -> None:
         assert self._indexes is not None, "begin() comes first"
-        self._indexes.extend(verdict.token_offsets, verdict.token_ids)
-        self._num_known = len(rows.context(0))
+        self._indexes.extend(step.verdict.token_offsets, step.verdict.token_ids)
+        self._num_known = len(step.rows.context(0))
 
     def end(self, rows: Rows) -> None:
         if self._keep and rows.num_rows == 1:
@@ -127,11 +128,3 @@ class NgramDrafter(BuiltInDrafter):
 def flat(texts: Sequence[Sequence[int] | np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Concatenate texts: the offset of each, [texts + 1], and all their tokens."""
     return np.array([0, *accumulate(map(len, texts))]), np.concatenate(texts)
-
-
-def rates_of(only_continuation: Sequence[float]) -> np.ndarray:
-    """Return a rate for every bucket, [NUM_BUCKETS], from the rates of only continuations."""
-    misses = np.multiply.outer(1 - np.array(only_continuation), MISSES_LEFT)
-    # [match lengths, shares, totals]
-    rates = (1 - misses)[:, None, :] * np.array(SHARES_LEFT)[:, None]
-    return rates.astype(np.float32).ravel()

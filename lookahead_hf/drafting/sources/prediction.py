@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from lookahead_hf.draft import ROOT, DraftTree, RowDraft
-from lookahead_hf.drafting.drafter import BuiltInDrafter
+from lookahead_hf.drafting.drafter import Drafter, Traits
 
 if TYPE_CHECKING:
     from lookahead_hf.rows import Rows
@@ -214,21 +214,17 @@ def _replace(tokens: list[int], old: list[int], new: list[int]) -> list[int]:
 MIN_SCORE = 1e-3
 
 
-class PredictionDrafter(BuiltInDrafter):
+class PredictionDrafter(Drafter):
     """Proposes what the caller predicted: after an edit, from each place where the text may have
     returned."""
 
     name: ClassVar[str] = "prediction"
-    num_buckets = NUM_BUCKETS
+    traits = Traits(NUM_BUCKETS, np.maximum.outer(FIRST_RATES, LATER_RATES).ravel())
 
     def __init__(self, predictions: Sequence[np.ndarray]) -> None:
         """Take the ids of the answers, [length] each: one per row, or one per prompt's rows."""
         self._predictions = [np.asarray(prediction, np.int64) for prediction in predictions]
         self._alignments: list[Alignment] = []
-        self.rates = self.prior()
-
-    def prior(self) -> np.ndarray:
-        return np.maximum.outer(FIRST_RATES, LATER_RATES).astype(np.float32).ravel()
 
     def begin(self, rows: Rows) -> None:
         each = rows.num_rows // len(self._predictions)

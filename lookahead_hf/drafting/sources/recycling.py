@@ -8,22 +8,19 @@ The other candidates of the last logits are guesses for the token after next (Lo
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from lookahead_hf.config import check_int
-from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.drafting.drafter import BuiltInDrafter
+from lookahead_hf.draft import DraftTree
+from lookahead_hf.drafting.drafter import Drafter, Step, Traits
 from lookahead_hf.drafting.sources.recycling_buckets import MIN_REACH, NUM_BUCKETS
-from lookahead_hf.drafting.topk import BestTokens
 
 if TYPE_CHECKING:
-    import torch
-
     from lookahead_hf.ngram_pool.logits_memory import LogitsMemory
     from lookahead_hf.rows import Rows
-    from lookahead_hf.runner.transfer import HostCopy
 
 MAX_TOP_K = 64
 
@@ -59,16 +56,13 @@ NEXT_RATES = (
 )
 
 
-class RecyclingDrafter(BuiltInDrafter):
+class RecyclingDrafter(Drafter):
     """Grows its tree from the best logits of verified nodes, accepted or not.
 
     The rows of a call share one memory, which starts empty unless `keep` is set.
     """
 
     name: ClassVar[str] = "recycling"
-    widens: ClassVar[bool] = True
-    num_buckets = NUM_BUCKETS
-    sees_all: ClassVar[bool] = False  # searching the best logits is expensive
 
     def __init__(
         self, *, top_k: int = 12, num_next: int = 48, capacity: int = 16_384, keep: bool = False
@@ -94,19 +88,19 @@ class RecyclingDrafter(BuiltInDrafter):
         self._top_k, self._num_next = top_k, num_next
         self._capacity, self._keep = capacity, keep
         self._memory: LogitsMemory | None = None
-        self._best: BestTokens | None = None
-        self._waiting: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None = None
-        self._defers = False
-
-    def prior(self) -> np.ndarray:
-        return np.array([PAIR_RATES, SINGLE_RATES, NEXT_RATES], np.float32).ravel()
+        self.traits = Traits(
+            NUM_BUCKETS,
+            np.ravel([PAIR_RATES, SINGLE_RATES, NEXT_RATES]),
+            needs={"best_tokens": (top_k, max(top_k, num_next))},
+            widens=True,
+            sees_all=False,  # searching the best logits is expensive
+        )
 
     def begin(self, rows: Rows) -> None:
         from lookahead_hf.ngram_pool.logits_memory import LogitsMemory
 
         if self._memory is None or not self._keep:
             self._memory = LogitsMemory(self._top_k, self._capacity)
-        self._waiting, self._defers = None, False
         self._max_nodes = self._num_next
         shape = rows.num_rows, self._num_next
         self._next_tokens = np.full(shape, -1, np.int32)
@@ -126,20 +120,9 @@ class RecyclingDrafter(BuiltInDrafter):
         )  # fmt: skip
         return DraftTree(offsets, tokens, parents, depth, score).with_buckets(buckets, entries)
 
-    def prepare(self, logits: torch.Tensor) -> None:
-        self._best = BestTokens(logits, max(self._top_k, self._num_next), few=self._top_k)
-        self._flush()
-
-    def bring(self, copy: HostCopy) -> None:
-        if self._best is not None:
-            self._best.bring(copy)
-        self._defers = True
-
-    def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
-        if self._best is None:
-            self.prepare(logits)
-        best, self._best = self._best, None
-        assert best is not None and self._memory is not None
+    def observe(self, step: Step) -> None:
+        assert self._memory is not None, "begin() comes first"
+        rows, draft, verdict = step.rows, step.draft, step.verdict
         self._next_tokens[:] = -1
         live = np.flatnonzero(verdict.live)
         if not len(live):
@@ -155,31 +138,14 @@ class RecyclingDrafter(BuiltInDrafter):
         most = max(self._top_k, min(self._num_next, self._max_nodes))
         counts = np.full(len(last), self._top_k)
         counts[ends] = most
-        tokens, probs = best.take(row, place, counts)
-        if self._defers:
-            # There is time for it during the next forward; the draft before that hardly needs it.
-            self._waiting = before, last, tokens, probs
-        else:
-            self.remember(before, last, tokens, probs)
+        tokens, probs = step.best_tokens(row, place, counts)
+        # There is time for it during the next forward; the draft before that hardly needs it.
+        step.later(partial(self._memory.remember, before, last, tokens, probs))
         self.note_rejected(live, rows.last_tokens[live], tokens[ends], probs[ends])
 
     def end(self, rows: Rows) -> None:
-        self._flush()
-        self._best = None
         if not self._keep:
             self._memory = None
-
-    def _flush(self) -> None:
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None:
-            self.remember(*waiting)
-
-    def remember(
-        self, before: np.ndarray, last: np.ndarray, tokens: np.ndarray, probs: np.ndarray
-    ) -> None:
-        """Remember what the target expects after contexts; see `LogitsMemory.remember`."""
-        assert self._memory is not None, "begin() comes first"
-        self._memory.remember(before, last, tokens, probs)
 
     def note_rejected(
         self,

@@ -6,32 +6,31 @@ here. An error raises here and costs the call this drafter, nothing else.
 
 from __future__ import annotations
 
+import copy
 import itertools
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lookahead_hf.config import drafter_name
-from lookahead_hf.draft import DraftTree, Evidence, Verdict
-from lookahead_hf.drafting.drafter import BuiltInDrafter, Drafter, class_path
+from lookahead_hf.draft import DraftTree, Evidence
+from lookahead_hf.drafting.drafter import Drafter, Step, Traits
 
 if TYPE_CHECKING:
     import torch
 
     from lookahead_hf.rows import Rows
 
-_Record = TypeVar("_Record", DraftTree, Verdict)
-
 ROUNDING = 0.01
 """Tolerated error of a sum of probabilities; half precision is off by up to 0.004."""
 
 
-class Adapted(BuiltInDrafter):
-    """Wraps a user's object that has `propose` and perhaps other methods of a `Drafter`."""
+class Adapted(Drafter):
+    """Wraps a user's object that has `propose` and perhaps other members of a `Drafter`."""
 
     def __init__(self, drafter: Any, vocab_size: int | None = None, draws: bool = True) -> None:
-        """Read the object's name, buckets and prior once.
+        """Read the object's name and traits once.
 
         Probabilities are checked only if rejection sampling `draws`. Errors of the object
         propagate.
@@ -39,78 +38,48 @@ class Adapted(BuiltInDrafter):
         self.adapted = drafter
         self._vocab_size, self._draws = vocab_size, draws
         self.name = drafter_name(drafter)  # type: ignore[misc]
-        self._num_buckets = _num_buckets(getattr(drafter, "num_buckets", 1))
-        prior = getattr(drafter, "prior", None)
-        self._prior = super().prior() if prior is None else _prior(prior(), self._num_buckets)
-        self.rates = self._prior
-
-    @property
-    def num_buckets(self) -> int:
-        return self._num_buckets
+        self.traits = getattr(drafter, "traits", Drafter.traits)
+        if not isinstance(self.traits, Traits):
+            raise ValueError(f"traits must be lookahead_hf.Traits, not {self.traits!r}")
 
     @property
     def kept_as(self) -> str:
-        return class_path(self.adapted)
-
-    def prior(self) -> np.ndarray:
-        return self._prior
+        return f"{type(self.adapted).__module__}.{type(self.adapted).__qualname__}"
 
     def begin(self, rows: Rows) -> None:
         if isinstance(self.adapted, Drafter):
             self.adapted.rates = self.rates
-        self._call("begin", rows)
+        self._call("begin", rows.copied())
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
         tree = self.adapted.propose(rows.copied(), max_nodes)
-        tree = checked(tree, rows.num_rows, self._num_buckets)
+        tree = checked(tree, rows.num_rows, self.traits.buckets)
         if tree.probs is None:
             return tree
-        # A drawn token must not decide whether it is verified, so all nodes share one bucket.
         probs = _distributions(tree, self._vocab_size) if self._draws else None
-        evidence = None if self._draws else tree.evidence
-        return replace(tree, evidence=evidence, probs=probs)
+        return replace(tree, probs=probs)
 
-    def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
-        self._call("observe", rows, _copied(draft), _copied(verdict), logits)
+    def observe(self, step: Step) -> None:
+        draft = copy.deepcopy(replace(step.draft, probs=None, drawn=None))
+        verdict = copy.deepcopy(step.verdict)
+        self._call("observe", replace(step, rows=step.rows.copied(), draft=draft, verdict=verdict))
 
     def begin_row(self, rows: Rows, row: int) -> None:
         if hasattr(self.adapted, "begin_row"):
-            self._call("begin_row", rows, row)
+            self._call("begin_row", rows.copied(), row)
         else:
             self.begin(rows)
 
     def end_row(self, rows: Rows, row: int) -> None:
-        self._call("end_row", rows, row)
+        self._call("end_row", rows.copied(), row)
 
     def end(self, rows: Rows) -> None:
-        self._call("end", rows)
+        self._call("end", rows.copied())
 
-    def _call(self, name: str, rows: Rows, *arguments: Any) -> None:
-        """Call an optional method of the object with a copy of the rows."""
+    def _call(self, name: str, *arguments: Any) -> None:
+        """Call an optional method of the object."""
         if (method := getattr(self.adapted, name, None)) is not None:
-            method(rows.copied(), *arguments)
-
-
-def _copied(record: _Record) -> _Record:
-    values: dict[str, Any] = {field.name: getattr(record, field.name) for field in fields(record)}
-    arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
-    copies: dict[str, Any] = {name: array.copy() for name, array in arrays.items()}
-    return replace(record, **copies)
-
-
-def _num_buckets(given: Any) -> int:
-    if not isinstance(given, (int, np.integer)) or isinstance(given, bool) or given < 1:
-        raise ValueError(f"num_buckets must be an int from 1 on, not {given!r}")
-    return int(given)
-
-
-def _prior(given: Any, num_buckets: int) -> np.ndarray:
-    rates = np.asarray(given)
-    if rates.shape != (num_buckets,) or rates.dtype.kind not in "iuf":
-        raise ValueError(f"prior() must return {num_buckets} rates, one per bucket, not {given!r}")
-    if not ((rates >= 0) & (rates <= 1)).all():
-        raise ValueError(f"prior() must return rates between 0 and 1, not {given!r}")
-    return rates.astype(np.float32)
+            method(*arguments)
 
 
 def checked(tree: Any, num_rows: int, num_buckets: int) -> DraftTree:
@@ -206,22 +175,4 @@ def _distributions(tree: DraftTree, vocab_size: int | None) -> torch.Tensor:
             f"node {node} holds the token {tree.token_ids[node]}, which has no probability in "
             f"probs[{node}]: each token must be drawn from its distribution"
         )
-    later, earlier = _siblings(tree)
-    if len(later) and bool((again := probs[later, tree.token_ids[earlier]] > 0).any()):
-        node = int(later[int(again.nonzero()[0])])
-        raise ValueError(
-            f"probs[{node}] gives probability to the token of a sibling before it: siblings must "
-            "be drawn without replacement, each from what those before it leave"
-        )
     return probs / totals[:, None]
-
-
-def _siblings(tree: DraftTree) -> tuple[np.ndarray, np.ndarray]:
-    """Return all pairs of siblings as flat nodes: the later and the earlier ones, [pairs] each."""
-    pairs = [np.empty((0, 2), np.int64)]
-    for row in range(tree.num_rows):
-        nodes = tree.row(row)
-        parents = tree.parents[nodes]
-        pairs.append(np.argwhere(np.tril(parents[:, None] == parents, -1)) + nodes.start)
-    later, earlier = np.concatenate(pairs).T
-    return later, earlier

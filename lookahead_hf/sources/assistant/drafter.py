@@ -1,8 +1,7 @@
 """Drafts from an assistant: a smaller model that reads along and writes a few tokens ahead.
 
-Leviathan et al. (arXiv:2211.17192) draft a chain. Further likely tokens at each place cost the
-assistant nothing, and continuing several of them makes the tree of SpecInfer (arXiv:2305.09781).
-Learned acceptance rates decide how far to write.
+As in Leviathan et al. (arXiv:2211.17192), each row's draft is a chain. Learned acceptance rates
+decide how far to write.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ import torch
 from lookahead_hf.config import check_int
 from lookahead_hf.distributed import coordinator
 from lookahead_hf.draft import DraftTree
-from lookahead_hf.drafting.drafter import BuiltInDrafter, TargetCall
+from lookahead_hf.drafting.drafter import Drafter, TargetCall, Traits
 from lookahead_hf.model import compat
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.patched import patched
@@ -32,13 +31,10 @@ from lookahead_hf.sources.assistant.growth import (
     prior_rates,
     tree_of,
 )
-from lookahead_hf.sources.assistant.model import AssistantModel, Branches
+from lookahead_hf.sources.assistant.model import AssistantModel
 from lookahead_hf.sources.assistant.tokens import Bridge, SameTokens, check_sizes, differ
 
-if TYPE_CHECKING:
-    pass
-
-NUM_DRAFT, TOP_K = 8, 3
+NUM_DRAFT = 8
 
 MOST_DRAFTED = 64
 
@@ -46,15 +42,15 @@ NOT_SERVED = ("assistant_confidence_threshold", "num_assistant_tokens_schedule")
 """Settings of generation configs that learned acceptance rates replace."""
 
 
-class AssistantDrafter(BuiltInDrafter):
+class AssistantDrafter(Drafter):
     """Lets a smaller model write ahead, in ragged batches, from a cache of its own.
 
     The cache is rolled back to what the target accepted. An assistant with another vocabulary reads
-    and writes text, and drafts chains only.
+    and writes text.
     """
 
     name: ClassVar[str] = "assistant"
-    num_buckets = NUM_BUCKETS
+    traits = Traits(NUM_BUCKETS, prior_rates())
 
     def __init__(
         self,
@@ -63,8 +59,6 @@ class AssistantDrafter(BuiltInDrafter):
         target_tokenizer: Any = None,
         assistant_tokenizer: Any = None,
         num_draft: int | None = None,
-        top_k: int | None = None,
-        beam: int = 1,
         min_reach: float = 0.1,
         call: TargetCall | None = None,
     ) -> None:
@@ -77,10 +71,7 @@ class AssistantDrafter(BuiltInDrafter):
             assistant_tokenizer: The assistant's tokenizer in that case.
             num_draft: Most tokens to write ahead. None is `num_assistant_tokens` of the call or of
                 the assistant's generation config, up to 64, or else 8.
-            top_k: Tokens to propose at each place, the likeliest first; None is 3, or 1 for an
-                assistant of another vocabulary.
-            beam: Places to go on from at each depth; 1 goes on from the likeliest alone.
-            min_reach: Stop where a path is accepted less often than this.
+            min_reach: Stop where the draft is accepted less often than this.
             call: What is known of the call. Unless it draws, no random number is drawn.
 
         Raises:
@@ -91,34 +82,23 @@ class AssistantDrafter(BuiltInDrafter):
         call = call or TargetCall()
         num_draft = _num_draft(model, call.settings) if num_draft is None else num_draft
         bridges = differ(target_tokenizer, assistant_tokenizer)
-        if top_k is None:
-            top_k = 1 if bridges else TOP_K
-        for option, value in (("num_draft", num_draft), ("top_k", top_k), ("beam", beam)):
-            check_int(f"assistant: {option}", value, 1, MOST_DRAFTED)
+        check_int("assistant: num_draft", num_draft, 1, MOST_DRAFTED)
         if type(min_reach) not in (int, float) or not 0.0 <= min_reach < 1.0:
             raise ValueError(f"assistant: min_reach is {min_reach!r}, but must lie in [0, 1)")
         self._tokenizers = None
         if bridges:
-            if top_k > 1 or beam > 1:
-                raise ValueError(
-                    f"assistant: top_k={top_k} and beam={beam} ask for trees, but an assistant of "
-                    "another vocabulary drafts chains: leave them out"
-                )
             self._tokenizers = target_tokenizer, assistant_tokenizer
             call = replace(call, draws=False, vocab_size=None)
         elif call.vocab_size is not None and assistant_tokenizer is None:
             check_sizes(call.vocab_size, int(compat.text_config(model).vocab_size))
-        picks = top_k, call.vocab_size
-        self._picks = Drawn(*picks, call.processors) if call.draws else Likeliest(*picks)
-        self._assistant, self._num_draft, self._beam = model, num_draft, beam
+        self._picks: Drawn | Likeliest = Likeliest(1, call.vocab_size)
+        if call.draws:
+            self._picks = Drawn(call.vocab_size, call.processors)
+        self._assistant, self._num_draft = model, num_draft
         self._encoder_inputs = call.encoder_inputs
         self._min_reach = min_reach
         self._model: AssistantModel | None = None
         self._patches = ExitStack()
-        self.rates = self.prior()
-
-    def prior(self) -> np.ndarray:
-        return prior_rates()
 
     @property
     def kept_as(self) -> str:
@@ -137,7 +117,6 @@ class AssistantDrafter(BuiltInDrafter):
         self._num_agreed = [0] * rows.num_rows
         contexts = [self._first_read(rows, row) for row in range(rows.num_rows)]
         self._is_served = np.array([len(context) > 0 for context in contexts])
-        self._picks.begin(self._assistant.device)
         if self._is_served.any():
             patches = patched(self._assistant)
             self._patches.push(patches)  # before they are entered, for interrupts
@@ -155,19 +134,12 @@ class AssistantDrafter(BuiltInDrafter):
         if self._model is None:
             return DraftTree.empty(rows.num_rows)
         chains = [self._unread(self._model, rows, row) for row in range(rows.num_rows)]
-        growths = [Growth(chain) for chain in chains]
-        branches: list[Branches] | None = None
+        growths = [Growth(bool(chain)) for chain in chains]
         for _ in range(min(self._num_draft, max_nodes)):
             if not any(chains):
                 break
-            self._write(growths, self._model.feed(chains, branches))
-            if self._beam == 1:
-                self._model.keep(np.array([len(chain) for chain in chains]))
-                chains = [growth.next_chain() for growth in growths]
-            else:
-                self._model.keep(np.array([max(len(chain) - 1, 0) for chain in chains]))
-                following = [growth.next_branches() for growth in growths]
-                chains, branches = [c for c, _ in following], [b for _, b in following]
+            self._write(growths, self._model.read_on(chains), [len(chain) for chain in chains])
+            chains = [[growth.tokens[node] for node in growth.ends] for growth in growths]
         return tree_of([self._translated(rows, row, g) for row, g in enumerate(growths)])
 
     def _unread(self, model: AssistantModel, rows: Rows, row: int) -> list[int]:
@@ -185,17 +157,16 @@ class AssistantDrafter(BuiltInDrafter):
         self._num_agreed[row] = agreed
         return text.ids[agreed:] if self._is_served[row] else []
 
-    def _write(self, growths: list[Growth], logits: torch.Tensor) -> None:
-        """Pick tokens after every frontier and move on; logits are [rows, width, vocab]."""
-        sizes = [len(growth.frontier) for growth in growths]
-        places = [place for growth in growths for _, place in growth.frontier]
-        rows = np.repeat(np.arange(len(growths)), sizes)
-        tokens, classes, drawn_from = self._picks.pick(logits, rows, np.array(places))
-        for growth, end in zip(growths, np.cumsum(sizes).tolist(), strict=True):
-            of_row = slice(end - len(growth.frontier), end)
-            drawn = None if drawn_from is None else drawn_from[of_row]
-            picked = tokens[of_row], classes[of_row], drawn
-            growth.extend(picked, self.rates, self._beam, self._min_reach)
+    def _write(self, growths: list[Growth], logits: torch.Tensor, lengths: list[int]) -> None:
+        """Write on after the tokens that the rows have read, by logits, [rows, width, vocab]."""
+        rows = np.flatnonzero(lengths)
+        tokens, classes, drawn_from = self._picks.pick(logits, rows, np.array(lengths)[rows] - 1)
+        for index, row in enumerate(rows.tolist()):
+            growths[row].extend(
+                tokens[index], classes[index], self.rates, min_reach=self._min_reach
+            )
+            if drawn_from is not None:
+                growths[row].drawn_from.append(drawn_from[index])
 
     def _translated(self, rows: Rows, row: int, growth: Growth) -> Growth:
         text = self._texts[row]

@@ -22,9 +22,6 @@ from lookahead_hf.runner.prefill import prefill
 if TYPE_CHECKING:
     from lookahead_hf.rows import EncoderInputs
 
-Branches = tuple[list[int], list[int]]
-"""Token ids and parents of nodes; parent -1 is the end of the chain before them."""
-
 
 class AssistantModel:
     """A model that has read every row up to some token, and can forget the newest ones."""
@@ -45,7 +42,6 @@ class AssistantModel:
         except Unserved as error:
             name = type(model).__name__
             raise ValueError(f"{name} cannot be an assistant here: {error.cause}") from error
-        self._chains: Sequence[Sequence[int]] = []
 
     def _begin(
         self, model: Any, contexts: Sequence[np.ndarray], encoder_inputs: EncoderInputs | None
@@ -77,39 +73,22 @@ class AssistantModel:
         self._rows.num_emitted -= counts
         self._runner.keep(-counts)
 
-    def feed(
-        self, chains: Sequence[Sequence[int]], branches: Sequence[Branches] | None = None
-    ) -> torch.Tensor:
-        """Run each row's next tokens, and the nodes below their end, in one forward; keep nothing.
+    def read_on(self, chains: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Read each row's next tokens in one forward; return the logits, [rows, width, vocab].
 
-        Returns logits, [rows, width, vocab]: place i follows a row's i-th token, chain before
-        branches.
+        Place i follows a row's i-th token.
         """
-        self._chains = chains
-        kept = self._rows.num_emitted.copy()
         for row, chain in enumerate(chains):
             if chain:
                 self._rows.emit(row, chain[0])
-        nodes = branches or [([], [])] * len(chains)
-        draft = DraftTree.from_rows(map(_block_after, chains, nodes))
+        draft = DraftTree.from_chains([chain[1:]] for chain in chains)
         with torch.no_grad():
             outputs = self._runner.forward(self._runner.layout(self._rows, draft))
-        self._rows.num_emitted[:] = kept
-        return outputs.logits
-
-    def keep(self, counts: np.ndarray) -> None:
-        """Keep the first tokens of the chains fed last, [rows]."""
-        for row, count in enumerate(counts.tolist()):
-            for token in self._chains[row][:count]:
+        for row, chain in enumerate(chains):
+            for token in chain[1:]:
                 self._rows.emit(row, token)
-        self._runner.keep(counts)
-
-
-def _block_after(chain: Sequence[int], branches: Branches) -> Branches:
-    """Return a row's block without its first token: the rest of the chain, and nodes below it."""
-    tokens, parents = branches
-    rest = max(len(chain) - 1, 0)
-    return [*chain[1:], *tokens], [*range(-1, rest - 1), *(parent + rest for parent in parents)]
+        self._runner.keep(np.array([len(chain) for chain in chains]))
+        return outputs.logits
 
 
 def _left_padded(contexts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

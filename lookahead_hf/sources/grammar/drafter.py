@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from lookahead_hf.draft import DraftTree, Evidence
-from lookahead_hf.drafting.drafter import BuiltInDrafter, Guard, warn_of_failure
+from lookahead_hf.drafting.drafter import Guard, Refiner, Traits, warn_of_failure
 from lookahead_hf.sources.grammar.growth import PRIOR, Refinement
 from lookahead_hf.sources.grammar.vocabulary import Probe, Vocabulary, Whitespace
 
@@ -37,7 +37,7 @@ class _Row:
                 self.whitespace.learn(self.vocabulary.texts[token])
 
 
-class GrammarDrafter(BuiltInDrafter):
+class GrammarDrafter(Refiner):
     """Refines the draft of all other sources by the grammar that each text has to obey.
 
     It proposes nothing alone: a text that a grammar forces often begins where another source's
@@ -45,7 +45,7 @@ class GrammarDrafter(BuiltInDrafter):
     """
 
     name: ClassVar[str] = "grammar"
-    sees_all: ClassVar[bool] = False
+    traits = Traits(len(PRIOR), PRIOR, sees_all=False)
 
     def __init__(
         self,
@@ -59,20 +59,7 @@ class GrammarDrafter(BuiltInDrafter):
         self._grammar_of, self._vocabularies = grammar_of, vocabularies
         self._rows: dict[int, _Row] = {}
         lost = "a text whose grammar it cannot follow"
-        self._guard = Guard(partial(warn_of_failure, self.name, part=lost))  # once for all rows
-        self.is_listed = False
-
-    @property
-    def num_buckets(self) -> int:
-        return len(PRIOR)
-
-    def prior(self) -> np.ndarray:
-        return np.array(PRIOR, np.float32)
-
-    @property
-    def refines(self) -> bool:
-        """Whether `refine` is to see the draft of all sources."""
-        return bool(self._rows)
+        self._guard = Guard([partial(warn_of_failure, self.name, part=lost)])  # once for all rows
 
     def begin(self, rows: Rows) -> None:
         for row in range(rows.num_rows):
@@ -80,16 +67,17 @@ class GrammarDrafter(BuiltInDrafter):
 
     def begin_row(self, rows: Rows, row: int) -> None:
         self.end_row(rows, row)
-        self._guard.run(self._begin, row, always=True)
+        self._guard.run(0, self._begin, row, always=True)
 
     def _begin(self, row: int) -> None:
         grammar = self._grammar_of(row)
         if grammar is not None:
-            self.is_listed = True
             self._rows[row] = _Row(grammar, self._vocabulary(grammar))
+            self.is_listed = self.refines = True
 
     def end_row(self, rows: Rows, row: int) -> None:
         self._rows.pop(row, None)
+        self.refines = bool(self._rows)
 
     def _vocabulary(self, grammar: Grammar) -> Vocabulary | None:
         key = grammar.vocabulary
@@ -97,23 +85,16 @@ class GrammarDrafter(BuiltInDrafter):
             self._vocabularies[key] = Vocabulary(texts)
         return self._vocabularies.get(key)
 
-    def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
-        return DraftTree.empty(rows.num_rows)
-
     def refine(
         self, rows: Rows, tree: DraftTree, source: int, max_nodes: int, max_depth: np.ndarray
     ) -> DraftTree:
-        """Change the merged draft of all sources, of which this is number `source`.
-
-        A row keeps at most `max_nodes` nodes, none deeper than `max_depth`, [rows].
-        """
         drafts = []
         for row in range(rows.num_rows):
             draft = Refinement(tree, row, source, self.rates)
             if row in self._rows and rows.live[row] and max_depth[row] > 0:
-                emitted = rows.emitted(row)
-                if not self._guard.run(self._refine, row, draft, emitted, max_nodes, always=True):
-                    self._rows.pop(row)  # a grammar that fails costs its own text alone
+                given = row, draft, rows.emitted(row), max_nodes
+                if not self._guard.run(0, self._refine, *given, always=True):
+                    self.end_row(rows, row)  # a grammar that fails costs its own text alone
                     draft = Refinement(tree, row, source, self.rates)
             drafts.append((draft, *draft.best(max_nodes, int(max_depth[row]))))
         return _tree(drafts)

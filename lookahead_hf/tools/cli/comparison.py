@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from tokenizers.decoders import DecodeStream
 
 from lookahead_hf.config import DEFAULT_DRAFTERS, SpeculativeConfig
-from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.draft import DraftTree
+from lookahead_hf.drafting.drafter import Drafter, Step
 from lookahead_hf.tools.cli.measuring import Call, timed_call
 from lookahead_hf.tools.cli.screen import Screen
 
@@ -37,8 +37,8 @@ class StepRecorder(Drafter):
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
         return DraftTree.empty(rows.num_rows)
 
-    def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
-        self.listener(int(verdict.num_accepted[0]))
+    def observe(self, step: Step) -> None:
+        self.listener(int(step.verdict.num_accepted[0]))
 
 
 class LiveText:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lookahead_hf.draft import DraftTree, Verdict
+from lookahead_hf.drafting.drafter import Step
 from lookahead_hf.drafting.sources.ngram import NgramDrafter
 from lookahead_hf.ngram_pool import SuffixIndexes
 from lookahead_hf.rows import Rows
@@ -31,7 +32,7 @@ def observe(drafter: NgramDrafter, rows: Rows, draft: DraftTree, tokens: list[li
     """Let each row emit tokens, none of them accepted from the draft."""
     emit(rows, tokens)
     verdict = Verdict.from_rows(tokens, [[]] * len(tokens), finished=rows.finished.copy())
-    drafter.observe(rows, draft, verdict, NO_LOGITS)
+    drafter.observe(Step(rows, draft, verdict, NO_LOGITS))
 
 
 def test_each_row_drafts_from_its_own_text() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lookahead_hf.draft import DraftTree
+from lookahead_hf.drafting.drafter import Step
 from lookahead_hf.drafting.merge import merge
 from lookahead_hf.drafting.rates import Calibration
 from lookahead_hf.drafting.sources.prediction import PredictionDrafter
@@ -31,7 +32,7 @@ def step(drafter: PredictionDrafter, rows: Rows, draft: DraftTree, truth: list[i
     """Let the only row emit what the target would: the accepted tokens of `truth` and one more."""
     verdict = decided(draft, truth)
     emit(rows, [verdict.token_ids.tolist()])
-    drafter.observe(rows, draft, verdict, NO_LOGITS)
+    drafter.observe(Step(rows, draft, verdict, NO_LOGITS))
     return len(verdict.token_ids)
 
 

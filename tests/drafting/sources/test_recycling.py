@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead_hf.draft import ROOT, DraftTree, Verdict
+from lookahead_hf.drafting.drafter import Step
 from lookahead_hf.drafting.sources import _recycling_numba as compiled
 from lookahead_hf.drafting.sources.recycling import MANY_ROWS, RecyclingDrafter
 from lookahead_hf.drafting.sources.recycling_buckets import NEXT_START, NUM_BUCKETS
+from lookahead_hf.drafting.topk import BestTokens
 from lookahead_hf.ngram_pool._logits_numba import find
 from lookahead_hf.ngram_pool.logits_memory import LogitsMemory
 from lookahead_hf.rows import Rows
@@ -27,7 +31,6 @@ LIKELY, POSSIBLE = 8.0, 4.0
 
 def drafter_for(rows: Rows, **options: object) -> RecyclingDrafter:
     drafter = RecyclingDrafter(**options)  # type: ignore[arg-type]
-    drafter.rates = drafter.prior()
     drafter.begin(rows)
     return drafter
 
@@ -66,7 +69,7 @@ def test_what_was_expected_after_the_same_tokens_is_proposed_again() -> None:
     # After 3 the target expects 4, after 4 it expects 3.
     for emitted, expected in ((4, {4: LIKELY}), (3, {3: LIKELY})):
         verdict = take(rows, ([], [emitted]))
-        drafter.observe(rows, DraftTree.empty(1), verdict, logits_of([expected]))
+        drafter.observe(Step(rows, DraftTree.empty(1), verdict, logits_of([expected])))
     assert chain(drafter.propose(rows, 32))[:3] == [4, 3, 4]
 
 
@@ -77,7 +80,7 @@ def test_rejected_nodes_are_learned_from_too(num_rows: int) -> None:
     draft = DraftTree.from_rows([([10, 11, 14], [ROOT, ROOT, 1])] * num_rows)
     verdict = take(rows, *[([0], [10, 12])] * num_rows)
     logits = logits_of(*[[{10: LIKELY}, {12: LIKELY}, {13: LIKELY}, {15: LIKELY}]] * num_rows)
-    drafter.observe(rows, draft, verdict, logits)
+    drafter.observe(Step(rows, draft, verdict, logits))
     memory = drafter._memory
     assert memory is not None
     for context, best in (((2, 11), 13), ((2, 10), 12), ((1, 2), 10)):
@@ -91,12 +94,12 @@ def test_a_known_context_is_searched_again_only_where_a_path_ends() -> None:
     drafter = drafter_for(rows)
     memory = drafter._memory
     assert memory is not None
-    drafter.observe(rows, DraftTree.empty(1), take(rows, ([], [1])), logits_of([{5: LIKELY}]))
+    drafter.observe(Step(rows, DraftTree.empty(1), take(rows, ([], [1])), logits_of([{5: LIKELY}])))
     draft = DraftTree.from_rows([([2, 3], [ROOT, ROOT])])
     logits = logits_of([{}, {6: LIKELY}, {7: LIKELY}])
     for path, expected in (([], 5), ([1], 5), ([0], 6)):
         emitted = [int(draft.token_ids[node]) for node in path] + [1]
-        drafter.observe(rows, draft, take(rows, (path, emitted)), logits)
+        drafter.observe(Step(rows, draft, take(rows, (path, emitted)), logits))
         assert memory.tokens[find(memory.keys, 1, 2), 0] == expected
     assert memory.tokens[find(memory.keys, 1, 3), 0] == 7
 
@@ -105,13 +108,17 @@ def test_the_last_logits_other_candidates_are_guesses_for_the_next_token() -> No
     rows = rows_of([[1, 2]])
     drafter = drafter_for(rows, top_k=2, num_next=2)
     verdict = take(rows, ([], [20]))
-    drafter.observe(rows, DraftTree.empty(1), verdict, logits_of([{20: LIKELY, 21: POSSIBLE}]))
+    drafter.observe(
+        Step(rows, DraftTree.empty(1), verdict, logits_of([{20: LIKELY, 21: POSSIBLE}]))
+    )
     tree = drafter.propose(rows, 8)
     assert tree.token_ids[0] == 21
     assert tree.evidence is not None
     assert tree.evidence.bucket[0] >= NEXT_START
     # They stand for one step only.
-    drafter.observe(rows, DraftTree.empty(1), take(rows, ([], [22])), logits_of([{22: LIKELY}]))
+    drafter.observe(
+        Step(rows, DraftTree.empty(1), take(rows, ([], [22])), logits_of([{22: LIKELY}]))
+    )
     assert 21 not in drafter.propose(rows, 8).token_ids
 
 
@@ -120,7 +127,7 @@ def test_rows_share_what_they_learn_but_not_their_last_logits() -> None:
     drafter = drafter_for(rows, top_k=2, num_next=2)
     verdict = take(rows, ([], [30]), ([], [2]))
     logits = logits_of([{30: LIKELY, 31: POSSIBLE}], [{2: LIKELY, 32: POSSIBLE}])
-    drafter.observe(rows, DraftTree.empty(2), verdict, logits)
+    drafter.observe(Step(rows, DraftTree.empty(2), verdict, logits))
     tree = drafter.propose(rows, 4)
     assert chain(tree, 1)[0] == 30
     assert 31 in tree.token_ids[tree.row(0)]
@@ -133,9 +140,8 @@ def test_logits_on_their_way_and_at_hand_teach_the_same() -> None:
         rows = rows_of([[1, 2]])
         drafter = drafter_for(rows)
         logits = logits_of([{3: LIKELY, 4: POSSIBLE}]).bfloat16()
-        if ahead:
-            drafter.prepare(logits)
-        drafter.observe(rows, DraftTree.empty(1), take(rows, ([], [3])), logits)
+        step = Step(rows, DraftTree.empty(1), take(rows, ([], [3])), logits)
+        drafter.observe(replace(step, _best=BestTokens(logits, 48, 12)) if ahead else step)
         learned.append(drafter.propose(rows, 6).token_ids.tolist())
     assert learned[0] == learned[1] != []
 

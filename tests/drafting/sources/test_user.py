@@ -12,8 +12,8 @@ import torch
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.call.prepared import Request
-from lookahead_hf.draft import DraftTree, Evidence, Verdict
-from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.draft import DraftTree, Evidence
+from lookahead_hf.drafting.drafter import Drafter, Step, Traits
 from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.sources.user import Adapted, checked
 from lookahead_hf.rows import Rows
@@ -111,7 +111,6 @@ def probs_of(*rows: dict[int, float], vocab: int = VOCAB) -> torch.Tensor:
     return probs
 
 
-SIBLINGS = {"tokens": [5, 6], "parents": [-1, -1]}
 IMPROPER = {
     "not a number": ({}, torch.full((2, VOCAB), torch.nan), "is not a distribution"),
     "infinite": ({}, torch.full((2, VOCAB), torch.inf), "is not a distribution"),
@@ -121,7 +120,6 @@ IMPROPER = {
     "beyond the vocabulary": ({}, probs_of({5: 0.5, 120: 0.5}, {6: 1.0}, vocab=130), "not 0.5"),
     "not drawn": ({}, probs_of({5: 1.0}, {7: 1.0}), "node 1 holds the token 6"),
     "no token": ({"tokens": [5, -3]}, probs_of({5: 1.0}, {7: 1.0}), "holds the token -3"),
-    "with replacement": (SIBLINGS, probs_of({5: 0.5, 6: 0.5}, {5: 0.5, 6: 0.5}), "without repl"),
 }
 
 
@@ -141,9 +139,9 @@ def test_probabilities_in_half_precision_are_distributions(model: Any) -> None:
     chances = (torch.randn(2, 130, generator=torch.Generator().manual_seed(1))).softmax(-1)
     chances[:, VOCAB:] = 0
     probs = (chances / chances.sum(-1, keepdim=True)).bfloat16()
-    adapted = Adapted(Own(lambda rows, n: tree(probs=probs, evidence=evidence(0, 0))), VOCAB)
+    adapted = Adapted(Own(lambda rows, n: tree(probs=probs)), VOCAB)
     proposed = adapted.propose(Rows(np.zeros((1, 3), np.int64)), 8)
-    assert proposed.probs.shape == (2, VOCAB) and proposed.evidence is None  # type: ignore[attr-defined]
+    assert proposed.probs.shape == (2, VOCAB)  # type: ignore[attr-defined]
     torch.testing.assert_close(proposed.probs.sum(-1), torch.ones(2))  # type: ignore[attr-defined]
 
 
@@ -157,11 +155,14 @@ class Vandal(Own):
         self.spoil(rows)
         return super().propose(rows, max_nodes)
 
-    def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
-        self.spoil(rows)
-        for array in (draft.parents, verdict.token_ids, verdict.path, verdict.path_offsets):
-            array[...] = 10**6
-        logits.zero_()
+    def observe(self, step: Step) -> None:
+        self.spoil(step.rows)
+        for name in ("token_ids", "path", "path_offsets"):
+            getattr(step.verdict, name)[...] = 10**6
+        step.draft.parents[...] = 10**6
+        if step.draft.evidence is not None:
+            step.draft.evidence.bucket[...] = 10**6
+        step.logits.zero_()
 
     def end(self, rows: Rows) -> None:
         self.spoil(rows)
@@ -225,14 +226,12 @@ def failing(attribute: str) -> Any:
     def fail(self: Any, *_: Any) -> Any:
         raise ZeroDivisionError("no such luck")
 
-    is_property = attribute in ("name", "num_buckets")
+    is_property = attribute in ("name", "traits")
     body = {attribute: property(fail) if is_property else fail}
     return type("Failing", (Own,), body)(lambda rows, n: DraftTree.empty(rows.num_rows))
 
 
-@pytest.mark.parametrize(
-    "attribute", ["num_buckets", "prior", "begin", "propose", "observe", "end"]
-)
+@pytest.mark.parametrize("attribute", ["traits", "begin", "propose", "observe", "end"])
 def test_a_drafter_that_raises_is_left_out(model: Any, attribute: str) -> None:
     plain = text(model, do_sample=False)
     with pytest.warns(RuntimeWarning, match="'own' failed.*ZeroDivisionError: no such luck"):
@@ -240,34 +239,34 @@ def test_a_drafter_that_raises_is_left_out(model: Any, attribute: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_buckets", "prior"),
+    ("buckets", "prior"),
     [(0, []), (-1, [0.3]), (1.5, [0.3]), (True, [0.3]), (None, [0.3]), (2, [0.3]), (1, None)]
     + [(1, [[0.3]]), (1, ["a"]), (1, [float("nan")]), (1, [-0.1]), (1, [1.1])],
 )
-def test_what_a_drafter_says_of_its_buckets_is_looked_at(num_buckets: Any, prior: Any) -> None:
-    class Odd(Own):
-        def prior(self) -> Any:
-            return prior
-
-    Odd.num_buckets = num_buckets  # type: ignore[method-assign, assignment]
-    sound = Own(lambda rows, n: DraftTree.empty(rows.num_rows))
-    with pytest.warns(RuntimeWarning, match="'own' failed.*(num_buckets must|prior\\(\\) must)"):
-        assert len(build(Request(SpeculativeConfig((Odd(sound.propose), sound))))) == 1
+def test_traits_are_checked(buckets: Any, prior: Any) -> None:
+    with pytest.raises(ValueError, match="buckets is|prior must be"):
+        Traits(buckets, prior)
 
 
-def test_an_object_that_is_no_drafter_may_have_buckets_too() -> None:
+def test_traits_name_what_is_needed() -> None:
+    with pytest.raises(ValueError, match="hiden_states.*hidden_states"):
+        Traits(needs={"hiden_states": True})
+    odd = Own(lambda rows, n: DraftTree.empty(rows.num_rows))
+    odd.traits = {"buckets": 2}  # type: ignore[assignment]
+    with pytest.warns(RuntimeWarning, match="'own' failed.*traits must be"):
+        assert len(build(Request(SpeculativeConfig((odd, "ngram"))))) == 1
+
+
+def test_an_object_that_is_no_drafter_may_have_traits_too() -> None:
     class Bare:
-        num_buckets = 2
-
-        def prior(self) -> list[float]:
-            return [0.1, 0.9]
+        traits = Traits(2, [0.1, 0.9])
 
         def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
             return tree(evidence=evidence(0, 1))
 
     adapted = Adapted(Bare())
-    assert (adapted.name, adapted.num_buckets) == ("custom", 2)
-    assert adapted.prior().tolist() == pytest.approx([0.1, 0.9])
+    assert (adapted.name, adapted.traits.buckets) == ("custom", 2)
+    assert adapted.rates.tolist() == pytest.approx([0.1, 0.9])
     assert checked(Bare().propose(None, 8), 1, 2).evidence.bucket.tolist() == [0, 1]  # type: ignore[union-attr, arg-type]
 
 

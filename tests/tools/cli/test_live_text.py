@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lookahead_hf.draft import DraftTree, Verdict
+from lookahead_hf.drafting.drafter import Step
 from lookahead_hf.rows import Rows
 from lookahead_hf.tools.cli.comparison import ACCEPTED_STYLE, LiveText, StepRecorder
 from lookahead_hf.tools.cli.screen import Screen
@@ -39,7 +40,7 @@ def step(recorder: StepRecorder, emitted: str, num_accepted: int) -> None:
         finished=np.array([False]),
     )
     rows = Rows(np.zeros((1, 2), np.int64))
-    recorder.observe(rows, DraftTree.empty(1), verdict, torch.empty(0))
+    recorder.observe(Step(rows, DraftTree.empty(1), verdict, torch.empty(0)))
 
 
 def broken(*_: object) -> None:
