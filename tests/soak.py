@@ -91,7 +91,7 @@ class Soak:
         while time.monotonic() < until:
             number = chosen.randrange(NUM_REQUESTS)
             try:
-                if chosen.random() < 0.5:
+                if chosen.random() < 0.5 or "num_beams" in str(self.asked[number]):
                     text: str | None = self.text(self.asked[number])
                 else:
                     leaves_after = chosen.choice([1, 5, 1000])

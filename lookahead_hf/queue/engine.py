@@ -61,10 +61,6 @@ def is_text_of(request_id: str, result_id: str) -> bool:
     return result_id == request_id or str(result_id).startswith(f"{request_id}__child#")
 
 
-def _never() -> bool:
-    return False
-
-
 @dataclass(eq=False)
 class Engine:
     """The requests of a run: those that wait, and what becomes of the others.
@@ -91,8 +87,8 @@ class Engine:
     max_batch_tokens: int | None
     seed_of: Callable[[int], int]
     hand_out: Callable[[GenerationOutput], bool] = lambda output: True
-    stops: Callable[[], bool] = _never
-    pauses: Callable[[], bool] = _never
+    stops: Callable[[], bool] = lambda: False
+    pauses: Callable[[], bool] = lambda: False
     is_call: bool = False
     progress: Progress | None = None
     waiting: deque[Job] = field(default_factory=deque)

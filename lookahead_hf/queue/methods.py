@@ -24,13 +24,12 @@ from lookahead_hf.model.compat.batching import GenerationOutput, WorkloadHints, 
 from lookahead_hf.queue.engine import Engine, Progress
 from lookahead_hf.queue.manager import SpeculativeBatchingManager
 from lookahead_hf.queue.request import (
-    MOST_TOP,
     OBJECTS,
     Maker,
-    Wanted,
     request_seed,
     request_state,
     text_ids,
+    wanted_log_probs,
 )
 from lookahead_hf.queue.session import decode
 
@@ -177,8 +176,9 @@ def _manager(
         Unserved: This run is transformers' own.
         ValueError: An argument has a value that is not allowed.
     """
-    given = generation_config, continuous_batching_config, workload_hints
-    engine, batching = engine_of(model, config, asked, *given)
+    engine, batching = engine_of(
+        model, config, asked, generation_config, continuous_batching_config, workload_hints
+    )
     return SpeculativeBatchingManager(engine, batching.max_queue_size, batching)
 
 
@@ -217,9 +217,14 @@ def _batch(
         max_generated_length=max(each.get("max_new_tokens") or most_new for each in requests),
         num_requests=len(requests) * siblings,
     )
-    asked = replace(asked, progress=asked.progress or progress_bar)
-    given = generation_config, continuous_batching_config, hints
-    engine, _ = engine_of(model, config, asked, *given)
+    engine, _ = engine_of(
+        model,
+        config,
+        replace(asked, progress=asked.progress or progress_bar),
+        generation_config,
+        continuous_batching_config,
+        hints,
+    )
     engine.is_call, found = True, dict[str, GenerationOutput]()
 
     def keep(output: GenerationOutput) -> bool:
@@ -293,11 +298,9 @@ def engine_of(
     if tokens is not None:
         check_int("max_tokens", tokens, slots, 2**40)
     room = None if tokens is None else tokens // slots
-    check_int("top_logprobs", asked.top_logprobs, 0, MOST_TOP)
-    if not isinstance(asked.prompt_logprobs, bool):
-        raise ValueError(f"prompt_logprobs is {asked.prompt_logprobs!r}, but must be True or False")
-    wants_tokens = batching.return_logprobs or asked.top_logprobs > 0
-    log_probs = Wanted(wants_tokens, asked.top_logprobs, asked.prompt_logprobs)
+    log_probs = wanted_log_probs(
+        batching.return_logprobs, asked.top_logprobs, asked.prompt_logprobs
+    )
     request = Request(config, tokenizer=asked.tokenizer)
     maker = Maker(model.eval(), generation, request, room, log_probs)
     maker.check()

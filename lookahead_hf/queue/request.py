@@ -125,6 +125,18 @@ MOST_TOP = 1024
 """The upper limit of `top_logprobs`."""
 
 
+def wanted_log_probs(of_tokens: bool, num_top: Any, of_prompt: Any) -> Wanted:
+    """Return which log probabilities a caller wants.
+
+    Raises:
+        ValueError: `num_top` or `of_prompt` has a value that is not allowed.
+    """
+    check_int("top_logprobs", num_top, 0, MOST_TOP)
+    if not isinstance(of_prompt, bool):
+        raise ValueError(f"prompt_logprobs is {of_prompt!r}, but must be True or False")
+    return Wanted(of_tokens or num_top > 0, num_top, of_prompt)
+
+
 def request_state(
     input_ids: Iterable[int],
     request_id: str,
@@ -246,13 +258,11 @@ class Maker:
             ValueError: One of them has a value that is not allowed.
         """
         own, usual = job.state.logit_processor_kwargs, self.log_probs
-        num_top = own.pop("top_logprobs", usual.num_top)
-        of_prompt = own.pop("prompt_logprobs", usual.of_prompt)
-        check_int("top_logprobs", num_top, 0, MOST_TOP)
-        if not isinstance(of_prompt, bool):
-            raise ValueError(f"prompt_logprobs is {of_prompt!r}, but must be True or False")
-        of_tokens = own.pop("return_logprobs", usual.of_tokens) or num_top > 0
-        return Wanted(of_tokens, num_top, of_prompt)
+        return wanted_log_probs(
+            own.pop("return_logprobs", usual.of_tokens),
+            own.pop("top_logprobs", usual.num_top),
+            own.pop("prompt_logprobs", usual.of_prompt),
+        )
 
     def settings(self, job: Job) -> dict[str, Any]:
         """Return the arguments of the call of `generate` that writes the text of a job.

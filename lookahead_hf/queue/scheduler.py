@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Set
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,20 +27,13 @@ MOST_OVERTAKING = 64
 """Most requests that are completed before one that was put aside."""
 
 
-@dataclass(frozen=True)
-class Alone:
-    """Why a request cannot be decoded beside others, and what had been completed until then."""
-
-    unserved: Unserved
-    num_done: int
-
-
 class Scheduler:
     """Gives rows to requests, and the tokens of a step to the prompts that are being read.
 
     Attributes:
         jobs: The requests in progress by row.
-        alone: The requests, by row, that plain `generate` writes while the others wait.
+        alone: Why plain `generate` writes the requests of some rows while the others wait, and how
+            many had been completed when they were put aside.
         reading: Prompts that are read beside the steps of other rows, by row, [tokens] int64.
         max_batch_tokens: Most tokens of a step, None for any number.
     """
@@ -54,7 +46,7 @@ class Scheduler:
     ) -> None:
         """`waiting`: returns the next request that brings none of these objects."""
         self.jobs: dict[int, Job] = {}
-        self.alone: dict[int, Alone] = {}
+        self.alone: dict[int, tuple[Unserved, int]] = {}
         self._num_done = 0
         self.reading: dict[int, np.ndarray] = {}
         self.max_batch_tokens = max_batch_tokens
@@ -72,15 +64,15 @@ class Scheduler:
 
     def put_aside(self, row: int, unserved: Unserved) -> None:
         """Let a request keep its row until it is written alone."""
-        self.alone[row] = Alone(unserved, self._num_done)
+        self.alone[row] = unserved, self._num_done
 
     def next_alone(self) -> int | None:
         """Return a row whose request is to be written alone now, None if there is none.
 
         It is, once nobody else would wait for it, or too many requests have overtaken it.
         """
-        for row, each in self.alone.items():
-            overtaking = self._num_done - each.num_done
+        for row, (_, num_done) in self.alone.items():
+            overtaking = self._num_done - num_done
             if len(self.alone) == len(self.jobs) or overtaking >= MOST_OVERTAKING:
                 return row
         return None

@@ -269,7 +269,7 @@ class QueueSession(Session):
 
     def _alone(self, row: int) -> None:
         """Let plain `generate` write a text that cannot be decoded together with others."""
-        job, unserved = self.scheduler.jobs[row], self.scheduler.alone[row].unserved
+        job, (unserved, _) = self.scheduler.jobs[row], self.scheduler.alone[row]
 
         def on_token() -> bool:
             self._note_tokens(job, 1)

@@ -131,11 +131,6 @@ _taken = threading.RLock()
 """Held while the default generators have a text's state."""
 
 
-def drawing() -> AbstractContextManager[Any]:
-    """Let no text of another thread put its state into the default generators inside."""
-    return _taken
-
-
 def _renew_lock() -> None:
     """Replace the lock, which nobody would release in a forked process."""
     global _taken
@@ -183,3 +178,11 @@ class OwnGenerators:
         torch.set_rng_state(self._states[0])
         for device, state in zip(self._devices, self._states[1:], strict=True):
             self._module.set_rng_state(state, device)
+
+
+def drawing(device: torch.device, seed: int | None) -> AbstractContextManager[Any]:
+    """Let a text draw from the default generators inside, from its seed on if it has one.
+
+    No text of another thread puts its state into them meanwhile.
+    """
+    return _taken if seed is None else OwnGenerators(device, seed).in_place()

@@ -9,6 +9,7 @@ from typing import Any
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import Message, Send
+from tokenizers.decoders import DecodeStream
 
 from lookahead_hf import stats
 from lookahead_hf.stats import SourceStats, SpeculativeStats
@@ -116,6 +117,10 @@ class Reply:
         is_changed = add_fields(whole, self._request)
         for choice in whole.get("choices") or () if self._changes_choices else ():
             is_changed = True
+            if self._request.unfinished_end and choice.get("finish_reason") is not None:
+                part = choice if "text" in choice else choice.setdefault("delta", {})
+                name = "text" if "text" in choice else "content"
+                part[name] = (part.get(name) or "") + self._request.unfinished_end
             if self._request.stop:
                 self._end.cut(choice)
             if self._request.log_probs is not None:
@@ -127,7 +132,8 @@ class Reply:
     @property
     def _changes_choices(self) -> bool:
         request = self._request
-        return bool(request.stop) or request.log_probs is not None or request.writes_call
+        asked = request.stop or request.unfinished_end or request.writes_call
+        return bool(asked) or request.log_probs is not None
 
     def _add_log_probs(self, choice: dict[str, Any]) -> None:
         """Add the log probabilities of the tokens of a piece; the last piece has the rest."""
@@ -232,6 +238,17 @@ def places(output: Any, first: int, tokenizer: Any) -> list[dict[str, Any]]:
         top = tops[number].items() if tops else ()
         place["top_logprobs"] = [shown(*each) for each in top]
     return found
+
+
+def unfinished_end(tokens: Sequence[int], tokenizer: Any) -> str:
+    """Return the end of a text that its stream holds back, since it is no whole character."""
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    text = str(tokenizer.decode(tokens, skip_special_tokens=True))
+    if not text.endswith("\ufffd"):
+        return ""
+    stream = DecodeStream([], skip_special_tokens=True)
+    pieces = (stream.step(tokenizer.backend_tokenizer, token) for token in tokens)
+    return text.removeprefix("".join(filter(None, pieces)))
 
 
 def add_fields(whole: dict[str, Any], request: ServedRequest) -> bool:

@@ -95,6 +95,7 @@ class ServedRequest:
         is_chat: Whether its answer is a message, in which calls of tools have a place.
         writes_call: Whether the answer is the JSON of a call, for the model's own form of calls is
             not known.
+        unfinished_end: The end of a stream's text that is no whole character.
         places: The tokens of its answer with their log probabilities, as OpenAI's API has them.
         streams: Whether its answer is a stream.
         config: The settings of its text, in a queue.
@@ -124,6 +125,7 @@ class ServedRequest:
     stats: SpeculativeStats | None = None
     is_chat: bool = False
     writes_call: bool = False
+    unfinished_end: str = ""
     places: list[dict[str, Any]] = field(default_factory=list)
     streams: bool = False
     config: Any = None

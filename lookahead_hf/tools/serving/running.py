@@ -20,7 +20,7 @@ from lookahead_hf.logits.presence import PresencePenalty
 from lookahead_hf.model import compat
 from lookahead_hf.queue.manager import SpeculativeBatchingManager
 from lookahead_hf.queue.methods import Asked, engine_of
-from lookahead_hf.tools.serving.answers import FAILED, places
+from lookahead_hf.tools.serving.answers import FAILED, places, unfinished_end
 from lookahead_hf.tools.serving.fields import STOPPING, Live, ServedRequest, current
 from lookahead_hf.tools.serving.limits import Limits
 from lookahead_hf.tools.serving.schemas import grammar_of
@@ -147,25 +147,20 @@ class Running:
 
         transformers' own manager never starts.
         """
-        request = current.get()
-        is_alone = request is not None and request.is_alone
-        if is_alone or not self._together or modality.name != "LLM":
-            self._check_log_probs(request)
-            return False
-        queue = self._queues.get(model)
-        if model not in self._queues or (queue is not None and queue.fatal_error is not None):
-            self._queues[model] = self._new_queue(model)
-        if self._queues[model] is None:
-            self._check_log_probs(request)
-        return self._queues[model] is not None
-
-    def _check_log_probs(self, request: ServedRequest | None) -> None:
-        if request is not None and request.log_probs is not None:
+        request = current.get() or ServedRequest()
+        is_alone = request.is_alone or not self._together or modality.name != "LLM"
+        if not is_alone:
+            queue = self._queues.get(model)
+            if model not in self._queues or (queue is not None and queue.fatal_error is not None):
+                self._queues[model] = self._new_queue(model)
+            is_alone = self._queues[model] is None
+        if is_alone and request.log_probs is not None:
             request.refusal = (
                 "logprobs are served where requests are decoded together: leave them out, or "
                 "prediction, speculative and beams"
             )
             raise ValueError(request.refusal)
+        return not is_alone
 
     def _new_queue(self, model: Any) -> SpeculativeBatchingManager | None:
         """Start a queue of a model, None if requests have to be decoded one after the other."""
@@ -341,6 +336,9 @@ class Adding:
                 request.places += places(output, len(request.places), self._tokenizer)
             if output.is_finished():
                 request.stats = output.speculative_stats
+                if request.streams:
+                    tokens = output.generated_tokens
+                    request.unfinished_end = unfinished_end(tokens, self._tokenizer)
             if request.streams or output.is_finished():
                 callback(output)
 

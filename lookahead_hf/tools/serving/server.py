@@ -23,6 +23,7 @@ from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.fallback import TRANSFORMERS
 from lookahead_hf.generation.assembly import build_drafters
 from lookahead_hf.stats import SpeculativeStats
+from lookahead_hf.tools.serving.answers import unfinished_end
 from lookahead_hf.tools.serving.compiling import trials
 from lookahead_hf.tools.serving.fields import Live, ServedRequest, allowed, current, listing
 from lookahead_hf.tools.serving.limits import USUAL, Limits
@@ -274,15 +275,13 @@ class ServedGenerate:
         if request.prediction is not None:
             kwargs["prediction"] = request.prediction
         if kwargs.get("streamer") is not None or _takes_streamer(self._model, config):
-            kwargs["streamer"] = _Watched(request, kwargs.get("streamer"), self._model)
+            kwargs["streamer"] = _Watched(
+                request, kwargs.get("streamer"), self._model, self._tokenizer
+            )
         try:
             self._apply(request, kwargs, config)
             kwargs["speculative"] = self._speculative(request, config)
-            seed = request.seed
-            numbers = rng.drawing()
-            if seed is not None:
-                numbers = rng.OwnGenerators(self._model.device, seed).in_place()
-            with numbers:
+            with rng.drawing(self._model.device, request.seed):
                 output = self._generate(*args, **kwargs)
         except Cancelled:
             raise
@@ -338,19 +337,24 @@ class _Watched:
     the end of the text.
     """
 
-    def __init__(self, request: ServedRequest, streamer: Any, model: Any) -> None:
+    def __init__(self, request: ServedRequest, streamer: Any, model: Any, tokenizer: Any) -> None:
         self._request, self._streamer, self._model = request, streamer, model
+        self._tokenizer, self._tokens = tokenizer, list[int]()
 
     def put(self, value: Any) -> None:
         """Pass a value on: the prompt, [1, length], or a token, [1]."""
         if self._request.is_cancelled:
             raise Cancelled
-        self._request.has_begun |= value.ndim == 1
+        if value.ndim == 1:
+            self._request.has_begun = True
+            self._tokens += value.tolist()
         if self._streamer is not None:
             self._streamer.put(value)
 
     def end(self) -> None:
         """Pass the end of the text on."""
         self._request.stats = stats.of_this_thread(self._model)
+        if self._request.streams:
+            self._request.unfinished_end = unfinished_end(self._tokens, self._tokenizer)
         if self._streamer is not None:
             self._streamer.end()

@@ -69,6 +69,16 @@ def test_what_is_decoded_alone_is_decoded_beside_the_others(
     assert getattr(plain, "metrics", None) is None
 
 
+@pytest.mark.parametrize("own", [{}, {"speculative": False}], ids=["together", "alone"])
+def test_a_stream_has_the_end_that_is_no_whole_character(served: Served, own: Any) -> None:
+    (timed,) = served.server._model_manager.loaded_models.values()
+    half = timed.processor("é", add_special_tokens=False)["input_ids"][0]
+    bias = {"logit_bias": {str(half): 100}, "max_tokens": 3, "extra_body": own}
+    whole = served.text(**bias)
+    assert whole.endswith("\ufffd")
+    assert joined(served.ask(stream=True, **bias)) == whole
+
+
 def log_probs(served: Served, prompt: str, text: str) -> list[float]:
     """The log probabilities of the tokens of a text, which are characters, after a prompt."""
     (timed,) = served.server._model_manager.loaded_models.values()
