@@ -34,7 +34,7 @@ NOT_ON_OLDEST := --ignore tests/kernels/test_ahead_of_time.py --ignore tests/mod
 PYTEST := -m pytest -q -n $(WORKERS) --dist worksteal
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
 
-.PHONY: FORCE demo test test-all test-oldest test-newest test-ecosystem lint docs bench clean
+.PHONY: FORCE demo soak test test-all test-oldest test-newest test-ecosystem lint docs bench clean
 
 demo: .venv/.demo
 	.venv/bin/lookahead-hf demo $(ARGS)
@@ -55,6 +55,9 @@ test-newest: .venv-newest/.tests
 test-ecosystem: .venv-ecosystem/.tests
 	.venv-ecosystem/bin/python -m pytest -q tests/ecosystem $(ARGS)
 	.venv-ecosystem/bin/python -m tests.ecosystem.table docs/ecosystem.md
+
+soak: .venv/.tests  # 64 clients of one server for 15 minutes
+	.venv/bin/python -m tests.soak $(ARGS)
 
 lint: .venv/.tests
 	.venv/bin/ruff check .

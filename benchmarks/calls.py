@@ -28,7 +28,6 @@ from step import counted, load, said, shapes_parser
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import lookahead_hf
-from lookahead_hf.model.compat import batching
 from lookahead_hf.model.state import state_of
 
 
@@ -57,8 +56,7 @@ def systems(rows: int, on_gpu: bool) -> dict[str, dict[str, Any]]:
     known |= {"plain sampled": sampled, "ours sampled": sampled | ours}
     if rows == 1:
         return known | {"static": {"cache_implementation": "static"}}
-    if batching.IS_KNOWN:  # the manager of older versions cannot speculate
-        known["ours queue"] = ours | {"max_slots": rows}
+    known["ours queue"] = ours | {"max_slots": rows}
     if on_gpu:
         blocks = ContinuousBatchingConfig(num_blocks=64 * rows, use_async_batching=False)
         known["plain queue"] = {"continuous_batching_config": blocks}

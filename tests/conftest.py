@@ -32,6 +32,7 @@ torch.set_num_threads(1)
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=("cpu", "cuda"), default="cpu")
     parser.addoption("--check-bounds", action="store_true", help="check every call of CPU kernels")
+    parser.addoption("--requests", type=int, default=8, help="random requests to a server")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Text
 
 import lookahead_hf
 from lookahead_hf.call import execution
-from lookahead_hf.model.compat.batching import IS_KNOWN
 from lookahead_hf.tools.cli.table import COMMANDS
 from tests.helpers.tiny_chat import save_tiny_chat
 
@@ -31,7 +30,6 @@ GENERATING = [ROOT / "README.md", *sorted({*DOCS.glob("howto/*.md")} - {ON_A_CLU
 GENERATING += [DOCS / "quickstart.md", DOCS / "guarantees.md"]
 EXCERPTS = [*(DOCS / f"{name}.md" for name in ("index", "statistics", "trace"))]
 """Pages whose snippets use what the reader has: a model, its inputs, a pipeline."""
-BATCHING = ("README", "generate_batch")
 """Names of pages that decode by continuous batching."""
 CONFIG_FIELDS = {field.name for field in dataclasses.fields(lookahead_hf.SpeculativeConfig)}
 THEIR_OPTIONS = ("serve",)
@@ -138,8 +136,6 @@ def run(page: Path, given: dict[str, Any] | None = None) -> dict[str, Any]:
 @pytest.fixture
 def hub(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder in which a page runs, where the names of models are folders."""
-    if page.stem in BATCHING and not IS_KNOWN:
-        pytest.skip("this version's continuous batching is its own")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

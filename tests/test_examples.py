@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from lookahead_hf.drafting.costs import SLOPE, CostCurve
-from lookahead_hf.model.compat.batching import IS_KNOWN
 from tests.helpers.compared import speculated
 from tests.helpers.tiny_chat import save_looping_chat
 
@@ -34,8 +33,6 @@ def test_example_runs_and_speculates(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    if example.stem == "dataset" and not IS_KNOWN:
-        pytest.skip("this version's continuous batching is its own")
     # On a tiny model no draft is worth its measured cost, so a node costs what is assumed first.
     observe = CostCurve.observe
     monkeypatch.setattr(CostCurve, "observe", lambda curve, n, _: observe(curve, n, 1 + SLOPE * n))

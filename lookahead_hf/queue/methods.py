@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-import transformers
 from transformers import ContinuousBatchingConfig
 
 from lookahead_hf import fallback, stats
@@ -20,10 +20,20 @@ from lookahead_hf.call.arguments import check_name, wanted
 from lookahead_hf.call.prepared import Request
 from lookahead_hf.config import SpeculativeConfig, check_int
 from lookahead_hf.fallback import FallbackReason, Unserved
-from lookahead_hf.model.compat.batching import IS_KNOWN, bytes_per_token
-from lookahead_hf.queue.manager import Progress, SpeculativeBatchingManager
-from lookahead_hf.queue.request import OBJECTS, Maker, request_seed
-from lookahead_hf.queue.request import Wanted as WantedLogProbs
+from lookahead_hf.model.compat.batching import GenerationOutput, WorkloadHints, bytes_per_token
+from lookahead_hf.queue.engine import Engine, Progress
+from lookahead_hf.queue.manager import SpeculativeBatchingManager
+from lookahead_hf.queue.request import (
+    OBJECTS,
+    Maker,
+    request_seed,
+    request_state,
+    text_ids,
+    wanted_log_probs,
+)
+from lookahead_hf.queue.session import decode
+
+_logger = logging.getLogger(__name__)
 
 DEFAULT_SLOTS = 16
 """Texts that are decoded together by default, if there is room for their K and V. On two cores, 24
@@ -31,9 +41,6 @@ mixed prompts took 0.79 of the time of 4 slots, and 0.93 of that of 8 (SmolLM2-1
 
 LEAST_ROOM = 1 << 30
 """Most bytes of K and V in the default slots; larger weights allow as many bytes as they have."""
-
-MOST_TOP = 1024
-"""The upper limit of `top_logprobs`."""
 
 MOST_SLOTS = 4096
 """The upper limit of `max_slots`."""
@@ -48,7 +55,6 @@ class Asked:
         tokenizer: What `stop_strings` and a pool's fingerprint need.
         top_logprobs: How many of the likeliest tokens in every place have a log probability.
         prompt_logprobs: Whether the tokens of prompts have one.
-        in_call: Whether one call makes all requests and waits for them.
     """
 
     speculative: Any = None
@@ -59,10 +65,9 @@ class Asked:
     tokenizer: Any = None
     top_logprobs: int = 0
     prompt_logprobs: bool = False
-    in_call: bool = False
 
 
-OWN = tuple(each.name for each in fields(Asked) if each.name != "in_call")
+OWN = tuple(each.name for each in fields(Asked))
 """Arguments of a call that transformers does not know."""
 
 INSTEAD = {
@@ -115,16 +120,31 @@ def call(
     asked = outer if own == Asked() and outer is not None else own
     _check_names(model, original, kwargs)
     given = inspect.signature(original).bind(*args, **kwargs).arguments
-    if original.__name__ == "init_continuous_batching":
-        return _manager(model, original, asked, default, *args, **kwargs)
-    if asked.speculative not in (None, False):
+    given |= given.pop("kwargs", {})
+    generation_config = given.get("generation_config")
+    config = wanted(asked.speculative, (generation_config, model.generation_config), default)[1]
+    run = _manager if original.__name__ == "init_continuous_batching" else _batch
+    if run is _batch and asked.speculative not in (None, False):
         for name, fix in INSTEAD.items():
             if kwargs.get(name) is not None:
                 raise ValueError(f"generate_batch has no argument {name!r}: {fix}")
-    speculates = _wanted(model, asked, given.get("generation_config"), default) is not None
-    if speculates and kwargs.get("progress_bar"):  # transformers' would stand still until the end
-        asked, kwargs["progress_bar"] = replace(asked, progress=True), False
-    with asking(replace(asked, in_call=speculates)):
+    reason = "it is not asked for"
+    if config is not None:
+        try:
+            return run(model, config, asked, **given)
+        except Unserved as unserved:
+            reason = f"this run has the fallback {unserved.reason}"
+            fallback.report(model, unserved, config.on_fallback, "transformers' manager")
+            record = stats.SpeculativeStats(fallback_reason=unserved.reason)
+            stats.publish(model, record)
+            stats.tell(model, record)
+    for name in ("seeds", "top_logprobs", "prompt_logprobs"):
+        if getattr(asked, name) not in (None, 0, False):
+            raise ValueError(
+                f"{name}= needs speculation, since transformers' manager has no such thing, but "
+                f"{reason}: pass speculative= or change the run, or leave {name}= out"
+            )
+    with asking(Asked(speculative=False)):
         return original(*args, **kwargs)
 
 
@@ -144,56 +164,120 @@ def _check_names(model: Any, original: Callable[..., Any], given: Iterable[str])
 
 def _manager(
     model: Any,
-    original: Callable[..., Any],
+    config: SpeculativeConfig,
     asked: Asked,
-    default: Any,
     generation_config: Any = None,
     continuous_batching_config: Any = None,
     workload_hints: Any = None,
-) -> Any:
-    """Make our manager if speculation is asked for and can be served, else transformers'."""
-    given = generation_config, continuous_batching_config, workload_hints
-    config = _wanted(model, asked, generation_config, default)
-    reason = "it is not asked for"
-    if config is not None:
-        try:
-            return _ours(model, config, asked, *given)
-        except Unserved as unserved:
-            reason = f"this run has the fallback {unserved.reason}"
-            fallback.report(model, unserved, config.on_fallback, "transformers' manager")
-            record = stats.SpeculativeStats(fallback_reason=unserved.reason)
-            stats.publish(model, record)
-            stats.tell(model, record)
-    for name in ("seeds", "top_logprobs", "prompt_logprobs"):
-        if getattr(asked, name) not in (None, 0, False):
-            raise ValueError(
-                f"{name}= needs speculation, since transformers' manager has no such thing, but "
-                f"{reason}: pass speculative= or change the run, or leave {name}= out"
-            )
-    return original(*given)
+) -> SpeculativeBatchingManager:
+    """Return our manager.
+
+    Raises:
+        Unserved: This run is transformers' own.
+        ValueError: An argument has a value that is not allowed.
+    """
+    engine, batching = engine_of(
+        model, config, asked, generation_config, continuous_batching_config, workload_hints
+    )
+    return SpeculativeBatchingManager(engine, batching.max_queue_size, batching)
 
 
-def _wanted(model: Any, asked: Asked, generation: Any, default: Any) -> SpeculativeConfig | None:
-    """Return how to speculate, None to use plain generation."""
-    return wanted(asked.speculative, (generation, model.generation_config), default)[1]
-
-
-def _ours(
+def _batch(
     model: Any,
     config: SpeculativeConfig,
     asked: Asked,
-    generation_config: Any,
-    batching_config: Any,
-    hints: Any,
-) -> SpeculativeBatchingManager:
+    /,
+    inputs: Sequence[Any],
+    generation_config: Any = None,
+    continuous_batching_config: Any = None,
+    record_timestamps: bool = False,
+    progress_bar: bool = False,
+    max_new_tokens: int | None = None,
+    **ignored: Any,
+) -> dict[str, GenerationOutput]:
+    """Decode prompts, or requests with settings of their own, in the caller's thread.
+
+    Args:
+        inputs: Token ids of each prompt, or the arguments of `add_request` by their names.
+
+    Raises:
+        Unserved: This run is transformers' own.
+        ValueError: An argument has a value that is not allowed.
+    """
+    requests = [each if isinstance(each, Mapping) else {"input_ids": each} for each in inputs]
+    if not requests:
+        return {}
+    if not all("input_ids" in each for each in requests):
+        raise ValueError("a request has no input_ids: give the token ids of its prompt")
+    settings = generation_config or model.generation_config
+    most_new = max_new_tokens or settings.max_new_tokens or 0
+    siblings = settings.num_return_sequences or 1
+    hints = WorkloadHints(
+        max_prompt_length=max(len(each["input_ids"]) for each in requests),
+        max_generated_length=max(each.get("max_new_tokens") or most_new for each in requests),
+        num_requests=len(requests) * siblings,
+    )
+    engine, _ = engine_of(
+        model,
+        config,
+        replace(asked, progress=asked.progress or progress_bar),
+        generation_config,
+        continuous_batching_config,
+        hints,
+    )
+    engine.is_call, found = True, dict[str, GenerationOutput]()
+
+    def keep(output: GenerationOutput) -> bool:
+        found[output.request_id] = output
+        return True
+
+    engine.hand_out = keep
+    ids, usual = [], {"max_new_tokens": max_new_tokens, "record_timestamps": record_timestamps}
+    for number, each in enumerate(requests):
+        own = {"request_id": f"req_{number}", **usual, **each}
+        state = request_state(num_children=siblings - 1, **own)
+        ids += text_ids(state)
+        engine.add(state)
+    if len({*ids}) < len(ids):
+        raise ValueError("two requests have the same request_id: leave it out, or give others")
+    try:
+        decode(engine)
+    except Exception as fatal:  # of the model: texts that were finished are returned
+        _logger.exception("the run was ended by an exception")
+        engine.fail_waiting(fatal)
+    finally:
+        if engine.progress is not None:
+            engine.progress.close()
+    return {name: found[name] for name in ids}
+
+
+def engine_of(
+    model: Any,
+    config: SpeculativeConfig,
+    asked: Asked,
+    generation_config: Any = None,
+    batching_config: Any = None,
+    hints: Any = None,
+) -> tuple[Engine, ContinuousBatchingConfig]:
+    """Return an engine, and transformers' settings of continuous batching.
+
+    Args:
+        model: The model.
+        config: How to speculate.
+        asked: The options of the call.
+        generation_config: The settings of requests that do not say otherwise.
+        batching_config: transformers' settings of continuous batching.
+        hints: transformers' `WorkloadHints` of all requests, None if any number may come.
+
+    Raises:
+        Unserved: The run cannot be served.
+        ValueError: An argument has a value that is not allowed.
+    """
     generation = copy.deepcopy(generation_config or model.generation_config)
     # transformers, too, looks into the generation config, though it warns of that.
     batching = batching_config or getattr(generation, "continuous_batching_config", None)
     if not isinstance(batching, ContinuousBatchingConfig):
         batching = ContinuousBatchingConfig()
-    if not IS_KNOWN:
-        detail, fix = f"transformers {transformers.__version__}", "update transformers"
-        raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail, fix)
     if batching.cpu_offload_space:
         detail = f"cpu_offload_space={batching.cpu_offload_space!r}"
         raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail, "leave it out")
@@ -214,26 +298,16 @@ def _ours(
     if tokens is not None:
         check_int("max_tokens", tokens, slots, 2**40)
     room = None if tokens is None else tokens // slots
-    check_int("top_logprobs", asked.top_logprobs, 0, MOST_TOP)
-    if not isinstance(asked.prompt_logprobs, bool):
-        raise ValueError(f"prompt_logprobs is {asked.prompt_logprobs!r}, but must be True or False")
-    wants_tokens = batching.return_logprobs or asked.top_logprobs > 0
-    wanted = WantedLogProbs(wants_tokens, asked.top_logprobs, asked.prompt_logprobs)
+    log_probs = wanted_log_probs(
+        batching.return_logprobs, asked.top_logprobs, asked.prompt_logprobs
+    )
     request = Request(config, tokenizer=asked.tokenizer)
-    maker = Maker(model.eval(), generation, request, room, wanted)
+    maker = Maker(model.eval(), generation, request, room, log_probs)
     maker.check()
     num_requests = getattr(hints, "num_requests", None)
-    return SpeculativeBatchingManager(
-        maker,
-        slots,
-        max_batch_tokens=most,
-        max_queue_size=batching.max_queue_size,
-        seed_of=_seed_of(asked.seeds, batching.seed, num_requests),
-        in_call=asked.in_call and not batching.max_queue_size,  # adding to a full queue waits
-        is_run=asked.in_call,
-        progress=Progress(num_requests) if asked.progress else None,
-        config=batching,
-    )
+    seed_of = _seed_of(asked.seeds, batching.seed, num_requests)
+    progress = Progress(num_requests) if asked.progress else None
+    return Engine(maker, slots, most, seed_of, progress=progress), batching
 
 
 def _seed_of(

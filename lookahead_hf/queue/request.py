@@ -18,17 +18,18 @@ from lookahead_hf.call.outputs import RequestedOutputs
 from lookahead_hf.call.prepared import PreparedCall, Request
 from lookahead_hf.call.stopping import knows_criterion, with_stop_strings
 from lookahead_hf.call.streaming import ColumnStream
-from lookahead_hf.config import drafter_name
+from lookahead_hf.config import check_int, drafter_name
 from lookahead_hf.engines.cuda.graphs import WORTHWHILE
 from lookahead_hf.fallback import FallbackReason, Unserved, check_settings
 from lookahead_hf.generation.assembly import build_drafters
 from lookahead_hf.logits.constraints import Constraint
 from lookahead_hf.logits.row_processors import knows_processor
 from lookahead_hf.model import compat, limits
-from lookahead_hf.model.compat.batching import RequestState
+from lookahead_hf.model.compat.batching import GenerationOutput, RequestState
 from lookahead_hf.runner import engines
 from lookahead_hf.runner.engines import StepOptions
 from lookahead_hf.runner.host import Runner
+from lookahead_hf.stats import SpeculativeStats
 from lookahead_hf.verification import select
 from lookahead_hf.verification.select import rules_of
 from lookahead_hf.verification.walk import Rules
@@ -36,7 +37,7 @@ from lookahead_hf.verification.walk import Rules
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which log probabilities the outputs of a run hold.
+    """Which log probabilities an output holds.
 
     Attributes:
         of_tokens: Those of the tokens.
@@ -109,12 +110,6 @@ _STEP = 0x9E3779B1
 OBJECTS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 """Arguments of `generate` that a request may bring beside settings."""
 
-UNSAID = -2
-"""The end token of a request that names none: `generate` then uses the model's.
-
-transformers' manager takes it, like -1, for no end token.
-"""
-
 
 def request_seed(seed: int, index: int) -> int:
     """Return the seed for `torch.manual_seed` with which `generate` writes text number `index`.
@@ -124,6 +119,51 @@ def request_seed(seed: int, index: int) -> int:
     """
     digest = hashlib.blake2b(str(seed).encode(), digest_size=4).digest()
     return (int.from_bytes(digest, "little") + index * _STEP) % 2**32
+
+
+MOST_TOP = 1024
+"""The upper limit of `top_logprobs`."""
+
+
+def wanted_log_probs(of_tokens: bool, num_top: Any, of_prompt: Any) -> Wanted:
+    """Return which log probabilities a caller wants.
+
+    Raises:
+        ValueError: `num_top` or `of_prompt` has a value that is not allowed.
+    """
+    check_int("top_logprobs", num_top, 0, MOST_TOP)
+    if not isinstance(of_prompt, bool):
+        raise ValueError(f"prompt_logprobs is {of_prompt!r}, but must be True or False")
+    return Wanted(of_tokens or num_top > 0, num_top, of_prompt)
+
+
+def request_state(
+    input_ids: Iterable[int],
+    request_id: str,
+    num_children: int = 0,
+    max_new_tokens: int | None = None,
+    streaming: bool = False,
+    record_timestamps: bool = False,
+    eos_token_id: int | list[int] | None = None,
+    **own: Any,
+) -> RequestState:
+    """Return a request from the arguments of `add_request`."""
+    return RequestState(
+        request_id,
+        list(input_ids),
+        streaming,
+        record_timestamps,
+        max_new_tokens,
+        eos_token_id,
+        num_children,
+        own,
+    )
+
+
+def text_ids(state: RequestState) -> list[str]:
+    """Return the ids of a request's texts, its own last."""
+    name = state.request_id
+    return [*(f"{name}__child#{child}" for child in range(state.num_children)), name]
 
 
 def own_objects(state: RequestState) -> frozenset[int]:
@@ -150,6 +190,7 @@ class Job:
         index: How many texts were added before.
         names: Ids that cancel it: its own and that of its request.
         objects: See `own_objects`.
+        wanted: The log probabilities that its output holds.
     """
 
     state: RequestState
@@ -160,7 +201,15 @@ class Job:
     call: PreparedCall | None = None
     rules: Rules | None = None
     constraint: Constraint | None = None
+    wanted: Wanted = field(default_factory=Wanted)
     log_probs: Found = field(default_factory=Found)
+
+    def output(self, record: SpeculativeStats | None = None) -> GenerationOutput:
+        """Return the text so far, with its statistics at the end."""
+        output, found = self.state.to_generation_output(), self.log_probs
+        output.logprobs, output.top_logprobs = list(found.of_tokens), list(found.top)
+        output.prompt_logprobs, output.speculative_stats = found.of_prompt, record
+        return output
 
     def is_among(self, cancelled: Mapping[str, int]) -> bool:
         """Return whether an id cancels this text.
@@ -202,6 +251,19 @@ class Maker:
     room: int | None = None
     log_probs: Wanted = Wanted()
 
+    def wanted(self, job: Job) -> Wanted:
+        """Take a request's own wishes for log probabilities out of its settings.
+
+        Raises:
+            ValueError: One of them has a value that is not allowed.
+        """
+        own, usual = job.state.logit_processor_kwargs, self.log_probs
+        return wanted_log_probs(
+            own.pop("return_logprobs", usual.of_tokens),
+            own.pop("top_logprobs", usual.num_top),
+            own.pop("prompt_logprobs", usual.of_prompt),
+        )
+
     def settings(self, job: Job) -> dict[str, Any]:
         """Return the arguments of the call of `generate` that writes the text of a job.
 
@@ -227,7 +289,7 @@ class Maker:
             raise ValueError(f"unknown generation setting {names}: remove it")
         if state.max_new_tokens is not None:
             config.max_new_tokens = state.max_new_tokens
-        if state.eos_token_id not in (None, UNSAID):
+        if state.eos_token_id is not None:
             config.eos_token_id = state.eos_token_id
         objects |= self._stop_strings(config, objects)
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **objects}
@@ -299,8 +361,8 @@ class Maker:
         """The processors that the settings of the run ask for, made for who asks for them."""
         return Processors(self.trial().processors)
 
-    def rules(self, call: PreparedCall, seed: int) -> Rules:
-        """Return how the text of a call gets its tokens.
+    def rules(self, call: PreparedCall, seed: int, keeps_scores: bool = False) -> Rules:
+        """Return how the text of a call gets its tokens; its log probabilities need the scores.
 
         Raises:
             Unserved: Its samples would depend on drafts, and so on the texts decoded beside it.
@@ -309,8 +371,7 @@ class Maker:
             detail = f"verification={self.request.config.verification!r} of samples"
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail, "leave it out")
         config = call.generation_config
-        keeps = self.log_probs.of_tokens
-        outputs = KeptScores(config) if keeps else RequestedOutputs(config, 1)
+        outputs = KeptScores(config) if keeps_scores else RequestedOutputs(config, 1)
         return rules_of(call, emitter.of_call(call, outputs, ColumnStream(None, 1, call.pad)), seed)
 
     def num_draftable(self, call: PreparedCall) -> int:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Set
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,8 +12,7 @@ from transformers import StoppingCriteriaList
 
 from lookahead_hf.fallback import Unserved
 from lookahead_hf.model import compat
-from lookahead_hf.queue.request import OBJECTS, Found, Job, Maker, Wanted
-from lookahead_hf.stats import SpeculativeStats
+from lookahead_hf.queue.request import OBJECTS, Found, Job, Wanted
 from lookahead_hf.verification.rng import OwnGenerators
 
 CHUNK = 128
@@ -29,53 +27,13 @@ MOST_OVERTAKING = 64
 """Most requests that are completed before one that was put aside."""
 
 
-class RequestSource(Protocol):
-    """Where the requests of a run come from, and where their results go.
-
-    Attributes:
-        model: The model.
-        maker: Turns requests into calls of `generate`.
-        max_slots: Most texts that are decoded together.
-        max_batch_tokens: Most tokens of a step, None for any number.
-        progress: Shows the progress of the run, None to show nothing.
-    """
-
-    model: Any
-    maker: Maker
-    max_slots: int
-    max_batch_tokens: int | None
-    progress: Any
-
-    def take(self, in_use: Set[int] = frozenset()) -> Job | None:
-        """Return the next waiting text none of whose objects is in use, None if there is none."""
-
-    def cancelled(self) -> Mapping[str, int]:
-        """Return the ids that were cancelled since the last time, for `Job.is_among`."""
-
-    def stops(self) -> bool:
-        """Return whether to give up the requests in progress."""
-
-    def pauses(self) -> bool:
-        """Wait while the run is paused; return whether it was."""
-
-    def deliver(self, job: Job, record: SpeculativeStats | None = None) -> None:
-        """Deliver the output of a request so far, with its statistics at the end."""
-
-
-@dataclass(frozen=True)
-class Alone:
-    """Why a request cannot be decoded beside others, and what had been completed until then."""
-
-    unserved: Unserved
-    num_done: int
-
-
 class Scheduler:
     """Gives rows to requests, and the tokens of a step to the prompts that are being read.
 
     Attributes:
         jobs: The requests in progress by row.
-        alone: The requests, by row, that plain `generate` writes while the others wait.
+        alone: Why plain `generate` writes the requests of some rows while the others wait, and how
+            many had been completed when they were put aside.
         reading: Prompts that are read beside the steps of other rows, by row, [tokens] int64.
         max_batch_tokens: Most tokens of a step, None for any number.
     """
@@ -88,7 +46,7 @@ class Scheduler:
     ) -> None:
         """`waiting`: returns the next request that brings none of these objects."""
         self.jobs: dict[int, Job] = {}
-        self.alone: dict[int, Alone] = {}
+        self.alone: dict[int, tuple[Unserved, int]] = {}
         self._num_done = 0
         self.reading: dict[int, np.ndarray] = {}
         self.max_batch_tokens = max_batch_tokens
@@ -106,15 +64,15 @@ class Scheduler:
 
     def put_aside(self, row: int, unserved: Unserved) -> None:
         """Let a request keep its row until it is written alone."""
-        self.alone[row] = Alone(unserved, self._num_done)
+        self.alone[row] = unserved, self._num_done
 
     def next_alone(self) -> int | None:
         """Return a row whose request is to be written alone now, None if there is none.
 
         It is, once nobody else would wait for it, or too many requests have overtaken it.
         """
-        for row, each in self.alone.items():
-            overtaking = self._num_done - each.num_done
+        for row, (_, num_done) in self.alone.items():
+            overtaking = self._num_done - num_done
             if len(self.alone) == len(self.jobs) or overtaking >= MOST_OVERTAKING:
                 return row
         return None
@@ -154,7 +112,7 @@ def write_alone(
     settings: dict[str, Any],
     seed: int,
     on_token: Callable[[], bool],
-    log_probs: Wanted,
+    wanted: Wanted,
 ) -> tuple[list[int], Found]:
     """Return the new tokens of a request, and their log probabilities if these are wanted.
 
@@ -163,7 +121,7 @@ def write_alone(
         settings: The arguments that `Maker.settings` returns.
         seed: The seed of the request.
         on_token: Called after every token; returns whether to stop.
-        log_probs: The log probabilities to return.
+        wanted: The log probabilities to return.
     """
 
     def given_up(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
@@ -171,17 +129,17 @@ def write_alone(
 
     criteria = [*(settings.get("stopping_criteria") or ()), given_up]
     config = settings["generation_config"]
-    config.return_dict_in_generate, config.output_scores = True, log_probs.of_tokens
+    config.return_dict_in_generate, config.output_scores = True, wanted.of_tokens
     own = OwnGenerators(model.device, seed)
     with own.in_place() if _may_draw(model, settings) else nullcontext():
         given = {**settings, "stopping_criteria": StoppingCriteriaList(criteria)}
         output = compat.plain_generate(model, **given)
     tokens: list[int] = output.sequences[0, settings["input_ids"].shape[1] :].tolist()
     found = Found()
-    if log_probs.of_tokens:
+    if wanted.of_tokens:
         beams = output.get("beam_indices", torch.zeros(1, len(tokens), dtype=torch.long))
         chosen = zip(output.scores, beams[0, : len(tokens)].tolist(), strict=False)
-        found.add(log_probs, [scores[beam] for scores, beam in chosen], tokens)
+        found.add(wanted, [scores[beam] for scores, beam in chosen], tokens)
     return tokens, found
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from lookahead_hf import fallback
 from lookahead_hf.call.prepared import PreparedCall
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.session import DraftSession, Limits
@@ -18,14 +19,16 @@ from lookahead_hf.engines.cuda.decision import OnDevice, OnHost
 from lookahead_hf.engines.cuda.runner import CudaRunner
 from lookahead_hf.fallback import Unserved
 from lookahead_hf.generation.assembly import build_drafters
+from lookahead_hf.generation.decode import run
 from lookahead_hf.generation.recorder import StatsRecorder
 from lookahead_hf.generation.session import Session
 from lookahead_hf.logits import constraints
 from lookahead_hf.model import compat
 from lookahead_hf.model.compat.batching import RequestStatus
+from lookahead_hf.queue.engine import Engine
 from lookahead_hf.queue.prompts import Prompts
 from lookahead_hf.queue.request import Job, KeptScores, of_prompt
-from lookahead_hf.queue.scheduler import RequestSource, Scheduler, write_alone
+from lookahead_hf.queue.scheduler import Scheduler, write_alone
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.processes import Processes
 from lookahead_hf.stats import SpeculativeStats
@@ -112,7 +115,7 @@ class QueueSession(Session):
         times: The share of each request in the time of the run.
         scheduler: The requests in progress, and the prompts that are being read.
         most_new: Most tokens that the text of each row may have, [rows] int64.
-        manager: Where requests come from and results go.
+        engine: Where requests come from and results go.
         setup: What `generate` sets up for steps, undone while prompts are read alone.
     """
 
@@ -121,33 +124,33 @@ class QueueSession(Session):
     times: RowTimes
     scheduler: Scheduler
     most_new: np.ndarray
-    manager: RequestSource
+    engine: Engine
     setup: ExitStack = field(default_factory=ExitStack)
 
     def start(self, stack: ExitStack) -> None:
         stack.enter_context(self.setup)
         if self.runner.is_flat and self.scheduler.max_batch_tokens is not None:
             # Only a prompt shows the layout of the cache, and the first one may be too long.
-            self.prompts.take(0, self.manager.maker.trial(), self._set_up)
+            self.prompts.take(0, self.engine.maker.trial(), self._set_up)
             self.prompts.forget([0])
 
     def goes_on(self) -> bool:
         """Pass on what the rows have become, and give free rows to the requests that wait."""
-        if self.manager.pauses():
+        if self.engine.pauses():
             self.prompts.renew()
         self._free_cancelled()
-        stops = self.manager.stops()
+        stops = self.engine.stops()
         for row, job in list(self.scheduler.jobs.items()):
             if row not in self.scheduler.alone:
                 self._pass_on(row, job)
         if not stops:
             self._fill()
-            while (due := self.scheduler.next_alone()) is not None and not self.manager.stops():
+            while (due := self.scheduler.next_alone()) is not None and not self.engine.stops():
                 self._alone(due)
                 self._fill()
-            stops = self.manager.stops()
-        if self.manager.progress is not None:
-            self.manager.progress.show(int(self.rows.live.sum()))
+            stops = self.engine.stops()
+        if self.engine.progress is not None:
+            self.engine.progress.show(int(self.rows.live.sum()))
         if stops or not self.scheduler.jobs:
             return False
         with self.stats.phase("draft"):
@@ -171,7 +174,7 @@ class QueueSession(Session):
 
     def _free_cancelled(self) -> None:
         """Free the rows of requests that were cancelled."""
-        cancelled = self.manager.cancelled()
+        cancelled = self.engine.cancelled()
         for row, job in list(self.scheduler.jobs.items()):
             if job.is_among(cancelled):
                 self._free(row)
@@ -179,7 +182,7 @@ class QueueSession(Session):
     def _fill(self) -> None:
         """Give free rows to the requests that wait."""
         free = sorted(self.scheduler.free_rows, key=self.prompts.holds)
-        while free and not self.manager.stops():
+        while free and not self.engine.stops():
             job = self.scheduler.next_job()
             if job is None:
                 break
@@ -199,7 +202,7 @@ class QueueSession(Session):
             with self.times.phase(row, "prefill"):
                 self._prefill(row, job)
         except Unserved as unserved:
-            self.scheduler.put_aside(row, unserved)
+            self._put_aside(row, job, unserved)
         except Exception as error:
             self._fail(row, job, error)
         else:
@@ -208,13 +211,25 @@ class QueueSession(Session):
                     self.drafts.begin_row(self.rows, row)
                 self._pass_on(row, job)
 
+    def _put_aside(self, row: int, job: Job, unserved: Unserved) -> None:
+        """Report that plain `generate` writes a text; fail it if that is to be an error."""
+        on_fallback = self.engine.maker.request.config.on_fallback
+        try:
+            fallback.report(self.engine.model, unserved, on_fallback)
+        except Exception as error:
+            self._fail(row, job, error)
+        else:
+            self.scheduler.put_aside(row, unserved)
+
     def _prefill(self, row: int, job: Job) -> None:
         """Let a row decode once its prompt was read, which may take several steps."""
         if job.call is None:
+            maker = self.engine.maker
+            job.wanted = maker.wanted(job)
             self._read_log_probs(job)
-            job.call = self.manager.maker.call(job)
+            job.call = maker.call(job)
             job.constraint = constraints.of_call(job.call.processors, 1)
-            job.rules = self.manager.maker.rules(job.call, job.seed)
+            job.rules = maker.rules(job.call, job.seed, job.wanted.of_tokens)
             self.runner.make_room(int(job.call.generation_config.max_length))
         ids = job.call.input_ids[0].cpu().numpy()
         logits = self._after_prompt(row, job.call, ids)
@@ -223,13 +238,13 @@ class QueueSession(Session):
         assert job.rules is not None
         job.state.status = RequestStatus.DECODING
         self.rows.take(row, ids)
-        self.most_new[row] = self.manager.maker.num_draftable(job.call)
+        self.most_new[row] = self.engine.maker.num_draftable(job.call)
         self.verifier.take(self.rows, row, job.rules, logits)
 
     def _read_log_probs(self, job: Job) -> None:
         """Let the model read a prompt on its own, if the log probabilities there are wanted."""
-        maker = self.manager.maker
-        if maker.log_probs.of_prompt:
+        maker = self.engine.maker
+        if job.wanted.of_prompt:
             self.setup.close()
             ids = maker.settings(job)["input_ids"]
             job.log_probs.of_prompt = of_prompt(maker.model, ids)
@@ -250,23 +265,23 @@ class QueueSession(Session):
         return prompts.take(row, call, self._set_up)
 
     def _set_up(self) -> None:
-        self.setup.enter_context(compat.set_up_for_decoding(self.manager.model))
+        self.setup.enter_context(compat.set_up_for_decoding(self.engine.model))
 
     def _alone(self, row: int) -> None:
         """Let plain `generate` write a text that cannot be decoded together with others."""
-        job, unserved = self.scheduler.jobs[row], self.scheduler.alone[row].unserved
+        job, (unserved, _) = self.scheduler.jobs[row], self.scheduler.alone[row]
 
         def on_token() -> bool:
             self._note_tokens(job, 1)
             self._free_cancelled()
-            return not self._has(row, job) or self.manager.stops()
+            return not self._has(row, job) or self.engine.stops()
 
         self.setup.close()
         try:
-            maker = self.manager.maker
-            given = maker.settings(job), job.seed, on_token, maker.log_probs
-            tokens, found = write_alone(self.manager.model, *given)
-            if self.manager.stops():
+            maker = self.engine.maker
+            given = maker.settings(job), job.seed, on_token, job.wanted
+            tokens, found = write_alone(self.engine.model, *given)
+            if self.engine.stops():
                 raise RuntimeError(STOPPED)
         except Exception as error:
             if self._has(row, job):  # not cancelled
@@ -296,7 +311,7 @@ class QueueSession(Session):
         state.generated_tokens += new
         outputs = self.verifier.rules_of(row).emitter.outputs
         if isinstance(outputs, KeptScores):
-            job.log_probs.add(self.manager.maker.log_probs, outputs.take(), new)
+            job.log_probs.add(job.wanted, outputs.take(), new)
         self._note_tokens(job, len(new))
         if self.rows.finished[row]:
             state.generated_tokens = emitted.tolist()  # a processor may have edited earlier ones
@@ -313,25 +328,25 @@ class QueueSession(Session):
             )
             self._finish(row, job, record)
         elif state.streaming and new:
-            self.manager.deliver(job)
+            self.engine.deliver(job)
 
     def _note_tokens(self, job: Job, count: int) -> None:
         """Note that a text has so many new tokens."""
-        if self.manager.progress is not None:
-            self.manager.progress.emitted(count)
+        if self.engine.progress is not None:
+            self.engine.progress.emitted(count)
         if (times := job.state.timestamps) is not None:
             times += [time.perf_counter()] * count
 
     def _finish(self, row: int, job: Job, stats: SpeculativeStats) -> None:
         self._free(row)
         job.state.status = RequestStatus.FINISHED
-        self.manager.deliver(job, stats)
+        self.engine.deliver(job, stats)
 
     def _fail(self, row: int, job: Job, error: BaseException) -> None:
         self._free(row)
         job.state.error = f"{type(error).__name__}: {error}"
         job.state.status = RequestStatus.FAILED
-        self.manager.deliver(job)
+        self.engine.deliver(job)
 
     def _free(self, row: int) -> None:
         self.most_new[row] = 0
@@ -350,23 +365,31 @@ class QueueSession(Session):
             self._fail(row, job, error or RuntimeError(STOPPED))
 
 
-def new_session(manager: RequestSource) -> QueueSession:
+def decode(engine: Engine) -> None:
+    """Decode until no request waits, or the run stops."""
+    engine.cancelled()  # ids that nobody has any more
+    with torch.no_grad():
+        while engine.waiting and not engine.stops():
+            run(new_session(engine))
+
+
+def new_session(engine: Engine) -> QueueSession:
     """Return a session with free rows only.
 
     Raises:
         ValueError: An option or a pool is wrong.
     """
-    maker, num_rows = manager.maker, manager.max_slots
+    maker, num_rows = engine.maker, engine.max_slots
     model, request = maker.model, maker.request
     do_sample = bool(maker.generation_config.do_sample)
     rows, most_new = Rows.without_texts(num_rows), np.zeros(num_rows, np.int64)
-    scheduler = Scheduler(num_rows, manager.take, manager.max_batch_tokens)
+    scheduler = Scheduler(num_rows, engine.take, engine.max_batch_tokens)
 
     def grammar_of(row: int) -> Grammar | None:
         job = scheduler.jobs.get(row)
         return None if job is None or job.constraint is None else job.constraint.shadow(0)
 
-    runner = maker.runner(num_rows, manager.max_batch_tokens)
+    runner = maker.runner(num_rows, engine.max_batch_tokens)
     drafts = DraftSession(
         model,
         request.config,
@@ -387,5 +410,5 @@ def new_session(manager: RequestSource) -> QueueSession:
         times=RowTimes(num_rows, stats),
         scheduler=scheduler,
         most_new=most_new,
-        manager=manager,
+        engine=engine,
     )

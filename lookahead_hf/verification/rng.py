@@ -7,13 +7,11 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from typing import Any
 
 import torch
-
-from lookahead_hf.model import compat
 
 _LOCK = threading.Lock()
 """Held while a default generator is read and moved."""
@@ -25,78 +23,13 @@ _RECENT = 1024
 """Number of newest generator states that are kept as well; a CPU state takes 5 KB."""
 
 
-_thread = threading.local()
-
-
-class ThreadGenerators(compat.OperationMode):
-    """Lets torch draw from separate generators on this thread.
-
-    Other threads draw from the default generators meanwhile, and so do operations on this thread
-    that take no generator.
-    """
-
-    def __init__(self, states: dict[torch.device, torch.Tensor]) -> None:
-        """`states`: the first state of each device's generator."""
-        super().__init__()
-        self.by_device = {each: torch.Generator(each) for each in states}
-        for device, state in states.items():
-            self.by_device[device].set_state(state)
-
-    def __enter__(self) -> ThreadGenerators:
-        self._outer = getattr(_thread, "generators", None)
-        _thread.generators = self
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        _thread.generators = self._outer
-        super().__exit__(*error)
-
-    def of(self, device: torch.device | None) -> torch.Generator | None:
-        """Return the generator of a device, None for the default one."""
-        device = device or torch.device("cpu")
-        if device.type != "cpu" and device.index is None:
-            device = torch.device(device.type, torch.get_device_module(device).current_device())
-        return self.by_device.get(device)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        drawing = _drawing_from(func)
-        if drawing is None or kwargs.get("generator") is not None:
-            return func(*args, **kwargs)
-        tensors = (each for each in args if isinstance(each, torch.Tensor))
-        device = kwargs.get("device") or next((each.device for each in tensors), None)
-        return drawing(*args, **{**kwargs, "generator": self.of(device)})
-
-
-def on_own_generators() -> bool:
-    """Return whether this thread draws from separate generators."""
-    return getattr(_thread, "generators", None) is not None
-
-
-@lru_cache(maxsize=256)
-def _drawing_from(func: Any) -> Any:
-    """Return the overload of a torch operation that takes a generator, None if there is none."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return None
-    packet, names = func.overloadpacket, compat.operation_arguments(func) | {"generator"}
-    overloads = (getattr(packet, name) for name in packet.overloads())
-    return next(
-        (each for each in (func, *overloads) if compat.operation_arguments(each) == names), None
-    )
-
-
 def default_generator(device: torch.device | str) -> torch.Generator:
-    """Return the generator that `torch.multinomial` draws from on `device`, on this thread.
+    """Return the generator that `torch.multinomial` draws from on `device`.
 
     Raises:
         ValueError: The device type keeps no list of default generators.
     """
     device = torch.device(device)
-    if on_own_generators() and (own := _thread.generators.of(device)) is not None:
-        return own
     if device.type == "cpu":
         return torch.default_generator
     module = torch.get_device_module(device)
@@ -195,7 +128,7 @@ def _far_from(state: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 _taken = threading.RLock()
-"""Held while the default generators have a text's state. No thread waits for it."""
+"""Held while the default generators have a text's state."""
 
 
 def _renew_lock() -> None:
@@ -211,8 +144,7 @@ if hasattr(os, "register_at_fork"):
 class OwnGenerators:
     """Default generators in the state in which `generate` alone would have them, for one text.
 
-    If another thread's text has the default generators, this text draws from separate ones. It must
-    not wait, since a processor of the other text may wait for this one.
+    A text waits while that of another thread has the default generators.
     """
 
     def __init__(self, device: torch.device, seed: int) -> None:
@@ -230,34 +162,13 @@ class OwnGenerators:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Let this thread draw from the text's generators inside."""
-        taken = _taken
-        if on_own_generators() or not taken.acquire(blocking=False):
-            with self._on_thread():
-                yield
-            return
-        try:
-            with torch.random.fork_rng(self._devices, device_type=self._kind):
-                self._put()
-                try:
-                    yield
-                finally:
-                    of_devices = map(self._module.get_rng_state, self._devices)
-                    self._states = [torch.get_rng_state(), *of_devices]
-        finally:
-            taken.release()
-
-    @contextmanager
-    def _on_thread(self) -> Iterator[None]:
-        """Let only this thread draw from the text's generators inside."""
-        places = [torch.device("cpu"), *(torch.device(self._kind, i) for i in self._devices)]
-        states = self._states or [
-            torch.Generator(place).manual_seed(self._seed).get_state() for place in places
-        ]
-        with ThreadGenerators(dict(zip(places, states, strict=True))) as own:
+        with _taken, torch.random.fork_rng(self._devices, device_type=self._kind):
+            self._put()
             try:
                 yield
             finally:
-                self._states = [generator.get_state() for generator in own.by_device.values()]
+                of_devices = map(self._module.get_rng_state, self._devices)
+                self._states = [torch.get_rng_state(), *of_devices]
 
     def _put(self) -> None:
         """Set the default generators to the text's latest state."""
@@ -267,3 +178,11 @@ class OwnGenerators:
         torch.set_rng_state(self._states[0])
         for device, state in zip(self._devices, self._states[1:], strict=True):
             self._module.set_rng_state(state, device)
+
+
+def drawing(device: torch.device, seed: int | None) -> AbstractContextManager[Any]:
+    """Let a text draw from the default generators inside, from its seed on if it has one.
+
+    No text of another thread puts its state into them meanwhile.
+    """
+    return _taken if seed is None else OwnGenerators(device, seed).in_place()

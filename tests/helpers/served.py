@@ -87,6 +87,7 @@ def serving(
     *,
     limits: Limits = USUAL,
     api_key: str | None = None,
+    continuous_batching: bool = True,
     **options: Any,
 ) -> Iterator[Served]:
     """Run a server of a model in a folder; `options` are those of transformers' server."""
@@ -99,7 +100,7 @@ def serving(
 
     port = free_port()
     # transformers' own way to run a server in the background leaves the event loop open.
-    altered = speculating(config, limits=limits, api_key=api_key)
+    altered = speculating(config, limits=limits, api_key=api_key, together=continuous_batching)
     with altered, mock.patch.object(uvicorn.Server, "run"):
         server = Serve(force_model=folder, port=port, device="cpu", **options)
     with running(server.server, port) as client:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +10,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import lookahead_hf
-from lookahead_hf.model import compat
 from lookahead_hf.queue import scheduler
-from lookahead_hf.queue import scheduler as alone_texts
 from tests.helpers import models
 from tests.helpers.requests import (
     DRAFTED,
@@ -26,6 +22,8 @@ from tests.helpers.requests import (
     settings,
     speculated,
 )
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*runs plain generate")
 
 
 class Waits(LogitsProcessor):
@@ -96,7 +94,7 @@ def test_a_cancelled_text_ends_and_other_requests_go_on(model: Any) -> None:
         waits.goes_on.set()
         found = results(manager, 1)
         manager.stop()
-    assert manager.output_router.output_queue.empty()
+    assert manager.get_result(timeout=0) is None
     assert waits.calls == 1
     assert found["kept"].generated_tokens == alone(model, texts[1], config)
     speculated(found.values())
@@ -133,27 +131,6 @@ def test_a_greedy_text_leaves_the_default_generator_alone(model: Any) -> None:
     assert drawn != torch.rand(())  # what was drawn meanwhile was not taken back
 
 
-def test_two_managers_draw_at_the_same_time(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, texts = settings(model, do_sample=True, **LONG), prompts(3, longest=9)
-    write, both = compat.plain_generate, threading.Barrier(2)
-
-    def drawing(*given: Any, **more: Any) -> Any:
-        both.wait(WAIT)
-        return write(*given, **more)
-
-    monkeypatch.setattr(alone_texts, "compat", SimpleNamespace(plain_generate=drawing))
-    # Dynamic frequencies are buffers that a forward rewrites, so two threads need two models.
-    with running(model, config) as one, running(copy.deepcopy(model), config) as other:
-        for manager in (one, other):
-            manager.add_requests(texts)
-        found = [results(manager, len(texts)) for manager in (one, other)]
-    for outputs in found:
-        for index, text in enumerate(texts):
-            output = outputs[f"req_{index}"]
-            assert output.generated_tokens == alone(model, text, config, index)
-            assert output.speculative_stats.fallback_reason == "model"
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_what_waits_fails_when_a_processor_ends_the_thread(model: Any) -> None:
     class Exits(LogitsProcessor):
@@ -169,3 +146,15 @@ def test_what_waits_fails_when_a_processor_ends_the_thread(model: Any) -> None:
         waits.goes_on.set()
         found = results(manager, 2)
     assert all(output.error is not None for output in found.values())
+
+
+def test_who_queues_such_a_text_is_warned_once(model: Any) -> None:
+    lookahead_hf.hook.state_of(model).warned.clear()
+    texts, config = prompts(2, longest=9), settings(model, **LONG)
+    with pytest.warns(lookahead_hf.SpeculationFallbackWarning, match="runs plain generate") as told:
+        found = model.generate_batch(texts, config).values()
+    assert len(told) == 1
+    assert all(output.speculative_stats.fallback_reason == "model" for output in found)
+    strict = lookahead_hf.SpeculativeConfig(on_fallback="error")
+    for output in model.generate_batch(texts, config, speculative=strict).values():
+        assert "this call cannot be speculated" in output.error

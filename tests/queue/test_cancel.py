@@ -11,11 +11,8 @@ import numpy as np
 import pytest
 
 import lookahead_hf
-from lookahead_hf.model.compat.batching import GenerationOutput, RequestState
 from lookahead_hf.queue import scheduler
 from lookahead_hf.queue.prompts import Prompts
-from lookahead_hf.queue.queues import Router
-from lookahead_hf.queue.request import Job
 from lookahead_hf.queue.session import QueueSession
 from tests.helpers import models
 from tests.helpers.requests import (
@@ -98,7 +95,7 @@ def test_all_texts_of_a_request_end_before_the_next_step(model: Any, steps: Step
         manager.add_request(text, request_id="many")
         found = results(manager, 5)
         manager.stop()
-    assert manager.output_router.output_queue.empty()
+    assert manager.get_result(timeout=0) is None
     assert set(found) == {*(f"next__child#{child}" for child in range(4)), "next"}
     assert steps.live == [3] * 6
 
@@ -113,7 +110,7 @@ def test_one_text_of_a_request_is_cancelled(model: Any, steps: Steps, cancelled:
         manager.add_request(text, request_id="many")
         found = results(manager, 3)
         manager.stop()
-    assert manager.output_router.output_queue.empty()
+    assert manager.get_result(timeout=0) is None
     assert {name: output.generated_tokens for name, output in found.items()} == {
         name: alone(model, text, config, index)
         for index, name in enumerate(names)
@@ -133,7 +130,7 @@ def test_a_name_that_two_requests_have_cancels_both(model: Any) -> None:
         manager.add_request(texts[1], request_id="last", max_new_tokens=12)
         found = result_of_another(manager, "same")
         manager.stop()
-    assert manager.output_router.output_queue.empty()
+    assert manager.get_result(timeout=0) is None
     assert found.generated_tokens == alone(model, texts[1], settings(model, max_new_tokens=12))
 
 
@@ -147,7 +144,7 @@ def test_waiting_texts_are_cancelled_and_the_others_keep_their_seeds(model: Any)
     manager.start()
     found = results(manager, 3)
     manager.stop()
-    assert manager.output_router.output_queue.empty()
+    assert manager.get_result(timeout=0) is None
     assert {name: output.generated_tokens for name, output in found.items()} == {
         "a": alone(model, texts[0], config, 1),
         "c__child#0": alone(model, texts[2], config, 4),
@@ -168,7 +165,7 @@ def test_an_id_that_is_used_again_at_once_is_answered(model: Any) -> None:
             found = manager.get_result(timeout=WAIT)
             assert found.generated_tokens == alone(model, new, config)
             speculated([found])
-    assert manager.output_router.output_queue.empty()
+    assert manager.get_result(timeout=0) is None
 
 
 def test_an_id_that_is_used_again_while_its_text_is_written_is_answered(
@@ -185,23 +182,27 @@ def test_an_id_that_is_used_again_while_its_text_is_written_is_answered(
         manager.add_request(old, request_id="same", streaming=True)
         found = whole_result(manager)
         manager.stop()
-    assert manager.output_router.output_queue.empty()
+    assert manager.get_result(timeout=0) is None
     assert found.generated_tokens == alone(model, new, config)
     speculated([found])
 
 
 @pytest.mark.parametrize("cancelled", ["many", "many__child#0"], ids=["request", "text"])
-def test_only_texts_that_were_added_before_are_dropped_by_their_id(cancelled: str) -> None:
-    router, names, state = Router(), frozenset({"many", "many__child#0"}), RequestState("many", [1])
-    before, after = (Job(state, index, 0, names) for index in (2, 3))
-    old, new = (GenerationOutput("many__child#0", [token]) for token in (1, 2))
-    router.deliver(old, before)
-    router.cancel(cancelled, lambda name: 3)
-    assert router.output_queue.empty()
-    router.deliver(old, before)
-    router.deliver(new, after)
-    assert [*router.output_queue.queue] == [new]
-    assert router.take_cancelled() == {cancelled: 3}
+def test_only_texts_that_were_added_before_are_dropped_by_their_id(
+    model: Any, cancelled: str
+) -> None:
+    config = settings(model, do_sample=True, num_return_sequences=2)
+    manager = model.init_continuous_batching(config, seeded())
+    engine, heard = manager.engine, []
+    engine.hand_out = lambda output: heard.append(output) or True
+    manager.add_request([5], request_id="many")
+    before = engine.waiting[0]
+    engine.cancel(cancelled)
+    manager.add_request([6], request_id="many")
+    engine.deliver(before)
+    engine.deliver(engine.waiting[-2])
+    assert [output.prompt_ids for output in heard] == [[6]]
+    assert engine.cancelled() == {cancelled: 2}
 
 
 def test_a_handler_hears_of_the_request_that_it_was_registered_for(model: Any) -> None:
@@ -221,7 +222,7 @@ def test_a_handler_hears_of_the_request_that_it_was_registered_for(model: Any) -
 
     with running(model, config, max_slots=1) as manager:
         asyncio.run(asyncio.wait_for(ask(manager), WAIT))
-        assert not manager.output_router.result_handlers
+        assert not manager._handlers
     assert [output.generated_tokens for output in heard] == [alone(model, new, config)]
 
 
@@ -230,9 +231,9 @@ def test_an_idle_manager_forgets_what_was_cancelled(model: Any) -> None:
         for number in range(100):
             manager.cancel_request(f"unknown {number}")
         begin = time.monotonic()
-        while manager.output_router._cancelled and time.monotonic() < begin + WAIT:
+        while manager.engine._cancelled and time.monotonic() < begin + WAIT:
             time.sleep(0.01)
-        assert not manager.output_router._cancelled
+        assert not manager.engine._cancelled
 
 
 def test_an_id_may_be_any_hashable_object(model: Any) -> None:

@@ -178,3 +178,42 @@ def test_seeds_of_a_run_differ() -> None:
     seeds = {requests.request_seed(3, index) for index in range(10_000)}
     assert len(seeds) == 10_000
     assert requests.request_seed(3, 0) != requests.request_seed(4, 0)
+
+
+def test_requests_with_settings_of_their_own(model: Any) -> None:
+    texts, config, characters = prompts(5), settings(model), random_calls.tokenizer()
+    word = characters.decode(alone(model, texts[3], config)[6:7])
+    own: list[dict[str, Any]] = [
+        {},
+        {"max_new_tokens": 5, "request_id": "short"},
+        {"do_sample": True, "temperature": 0.7, "top_k": 0, "seed": 31},
+        {"stop_strings": [word], "repetition_penalty": 1.1, "top_logprobs": 2},
+        {"stopping_criteria": [requests.Breaks(0)]},
+    ]
+    given = [{"input_ids": text, **each} for text, each in zip(texts, own, strict=True)]
+    batch = {"speculative": DRAFTED, "max_slots": 4, "tokenizer": characters}
+    found = model.generate_batch(given, config, **batch)
+    assert [*found] == ["req_0", "short", "req_2", "req_3", "req_4"]
+    outputs = list(found.values())
+    assert "a callback that fails" in outputs.pop().error
+    for output, text, each in zip(outputs, texts, own, strict=False):
+        each = {name: each[name] for name in each if name not in ("request_id", "top_logprobs")}
+        torch.manual_seed(each.pop("seed", 0))
+        ids = torch.tensor([text])
+        each |= {"tokenizer": characters, "attention_mask": torch.ones_like(ids)}
+        expected = model.generate(ids, generation_config=config, **each)[0, len(text) :].tolist()
+        assert output.generated_tokens == expected
+    assert [len(output.top_logprobs) for output in outputs] == [0, 0, 0, len(expected)]
+    speculated(outputs)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ([{"prompt": [1]}], "a request has no input_ids"),
+        ([{"input_ids": [1], "request_id": "a"}] * 2, "two requests have the same request_id"),
+    ],
+)
+def test_requests_that_cannot_be_told_apart(model: Any, wrong: Any, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        model.generate_batch(wrong, settings(model), speculative=DRAFTED)

@@ -11,6 +11,8 @@ import torch
 from lookahead_hf.queue.request import request_seed
 from tests.helpers.requests import SEED, WAIT, prompts, running, seeded, settings, speculated
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*runs plain generate")
+
 SETTINGS: list[dict[str, Any]] = [
     {"eos_token_id": [5, 40]},
     {"do_sample": True, "temperature": 0.8, "top_k": 20},

@@ -11,8 +11,8 @@ import pytest
 import lookahead_hf
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.generation.recorder import StatsRecorder
-from lookahead_hf.queue import manager as managers
 from lookahead_hf.queue import scheduler
+from lookahead_hf.queue import session as queue_session
 from lookahead_hf.queue.session import RowTimes
 from lookahead_hf.rows import Rows
 from lookahead_hf.stats import joined
@@ -25,13 +25,13 @@ from tests.helpers.requests import DRAFTED, WAIT, prompts, running, seeded, sett
 def sessions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The sessions of the runs."""
     made: list[Any] = []
-    new_session = managers.new_session
+    new_session = queue_session.new_session
 
     def kept(*given: Any) -> Any:
         made.append(new_session(*given))
         return made[-1]
 
-    monkeypatch.setattr(managers, "new_session", kept)
+    monkeypatch.setattr(queue_session, "new_session", kept)
     monkeypatch.setattr(scheduler, "CHUNK", 8)
     return made
 
@@ -104,13 +104,10 @@ def test_a_request_has_every_statistic(sessions: list[Any]) -> None:
         assert stats.max_width >= 1 and max(stats.budget_histogram) <= DRAFTED.budget
 
 
-@pytest.mark.parametrize("queue", [0, 2], ids=["the caller's thread", "a thread of its own"])
-def test_the_latest_statistics_are_those_of_the_whole_run(queue: int) -> None:
+def test_the_latest_statistics_are_those_of_the_whole_run() -> None:
     model = lookahead_hf.enable(models.tiny("llama"), default=DRAFTED)
     for count in (4, 3):
-        found = model.generate_batch(
-            prompts(count), settings(model), seeded(max_queue_size=queue), max_slots=2
-        ).values()
+        found = model.generate_batch(prompts(count), settings(model), max_slots=2).values()
         total, run = reduce(joined, speculated(found)), lookahead_hf.last_stats(model)
         assert run is not None
         assert (run.rows, run.num_emitted) == (count, 24 * count)

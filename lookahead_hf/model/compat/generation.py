@@ -246,9 +246,6 @@ SERVERS_QUEUE, SERVERS_QUEUE_CONFIG = "_cb", "_cb_config"
 """Where transformers' server keeps the manager that decodes requests together, in what runs the
 requests of a model, and its configuration, in the state of all models."""
 
-DECODES_TOGETHER = "_continuous_batching"
-"""Where the state of transformers' server says whether requests are decoded together."""
-
 OUTLINES_GUIDES, OUTLINES_MATCHERS = "_guides", "_matchers"
 """Where outlines' logits processors keep the state of each row: those for outlines-core and for
 xgrammar."""

@@ -9,13 +9,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
-
-OperationMode = TorchDispatchMode
-"""A mode that sees the operations that functions are made of."""
 
 HOLDERS = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 """Attributes of a module that are dicts of its parts and hooks."""
@@ -39,11 +35,6 @@ def watches_functions() -> bool:
 def watches_operations() -> bool:
     """Return whether a mode sees the operations that functions are made of."""
     return bool(torch._C._len_torch_dispatch_stack())
-
-
-def operation_arguments(operation: Any) -> frozenset[str]:
-    """Return the names of an operation's arguments."""
-    return frozenset(argument.name for argument in operation._schema.arguments)
 
 
 def tensors_of(module: nn.Module) -> list[torch.Tensor]:

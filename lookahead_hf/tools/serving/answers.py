@@ -9,6 +9,7 @@ from typing import Any
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import Message, Send
+from tokenizers.decoders import DecodeStream
 
 from lookahead_hf import stats
 from lookahead_hf.stats import SourceStats, SpeculativeStats
@@ -34,7 +35,9 @@ class Reply:
         self.has_started = self.has_ended = False
         self._start: Message = {}
         self._held = b""
-        self._ends: dict[int, TextEnd] = {}  # by choice
+        self._end = TextEnd(request.stop)
+        self._num_places = self._shown = self._covered = 0
+        self._call = ""
 
     async def __call__(self, message: Message) -> None:
         if self.has_ended:
@@ -50,6 +53,8 @@ class Reply:
         if request.refusal is not None and not self.has_started:
             return
         body, self._held = self._changed(self._held, is_stream), b""
+        if request.refusal is not None and request.is_cancelled:
+            return  # it is told in the end
         if self._start["status"] >= 400:
             body = as_error(body)
             self._start["status"] = min(self._start["status"], 599)
@@ -92,7 +97,8 @@ class Reply:
         """Return an answer, or events of a stream, with our fields and without what is cut."""
         if not is_stream:
             return self._changed_one(body)
-        if b'"usage"' not in body and b'data: {"error"' not in body and not self._request.stop:
+        known = b'"usage"' in body or b'data: {"error"' in body
+        if not known and not self._changes_choices:
             return body
         return b"\n\n".join(
             _EVENT + self._changed_one(event[len(_EVENT) :]) if event.startswith(_EVENT) else event
@@ -109,11 +115,69 @@ class Reply:
         if not isinstance(whole, dict):
             return answer
         is_changed = add_fields(whole, self._request)
-        for choice in whole.get("choices") or () if self._request.stop else ():
+        for choice in whole.get("choices") or () if self._changes_choices else ():
             is_changed = True
-            end = self._ends.setdefault(choice.get("index", 0), TextEnd(self._request.stop))
-            end.cut(choice)
+            if self._request.unfinished_end and choice.get("finish_reason") is not None:
+                part = choice if "text" in choice else choice.setdefault("delta", {})
+                name = "text" if "text" in choice else "content"
+                part[name] = (part.get(name) or "") + self._request.unfinished_end
+            if self._request.stop:
+                self._end.cut(choice)
+            if self._request.log_probs is not None:
+                self._add_log_probs(choice)
+            if self._request.writes_call:
+                self._make_call(choice, str(whole.get("id")))
         return as_json(whole) if is_changed else answer
+
+    @property
+    def _changes_choices(self) -> bool:
+        request = self._request
+        asked = request.stop or request.unfinished_end or request.writes_call
+        return bool(asked) or request.log_probs is not None
+
+    def _add_log_probs(self, choice: dict[str, Any]) -> None:
+        """Add the log probabilities of the tokens of a piece; the last piece has the rest."""
+        part = choice if "text" in choice else choice.get("message") or choice.get("delta") or {}
+        self._shown += len(part.get("text", part.get("content")) or "")
+        takes_rest = choice.get("finish_reason") is not None and not self._end.is_found
+        takes_rest |= bool(part.get("tool_calls"))
+        found, offsets = [], []
+        for place in self._request.places[self._num_places :]:
+            if self._covered >= self._shown and not takes_rest:
+                break
+            found.append(place)
+            offsets.append(self._covered)
+            self._covered += len(place["token"])
+        self._num_places += len(found)
+        if found and "text" not in choice:
+            choice["logprobs"] = {"content": found}
+        elif found:
+            choice["logprobs"] = {
+                "tokens": [place["token"] for place in found],
+                "token_logprobs": [place["logprob"] for place in found],
+                "top_logprobs": [
+                    {each["token"]: each["logprob"] for each in place["top_logprobs"]}
+                    for place in found
+                ],
+                "text_offset": offsets,
+            }
+
+    def _make_call(self, choice: dict[str, Any], request_id: str) -> None:
+        """Turn the JSON that the answer is into the call of a tool, in its last piece."""
+        name = "message" if "message" in choice else "delta"
+        part = choice.setdefault(name, {})
+        self._call += part.pop("content", None) or ""
+        if choice.get("finish_reason") is None or part.get("tool_calls"):
+            return
+        try:
+            call = json.loads(self._call)
+        except ValueError:
+            self._request.end("the answer ends within a tool's call: allow more tokens")
+            return
+        function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
+        made = {"id": f"{request_id}_tool_call_0", "type": "function", "function": function}
+        part["tool_calls"] = [made if name == "message" else {"index": 0, **made}]
+        choice["finish_reason"] = "tool_calls"
 
 
 class TextEnd:
@@ -158,6 +222,33 @@ class TextEnd:
             for size in range(1, min(len(each), len(text) + 1))
             if text.endswith(each[:size])
         ]
+
+
+def places(output: Any, first: int, tokenizer: Any) -> list[dict[str, Any]]:
+    """Return the tokens of an output from the place `first` on, with their log probabilities."""
+
+    def shown(token: int, log_prob: float) -> dict[str, Any]:
+        text = tokenizer.decode([token])
+        least = -9999.0  # as of OpenAI; JSON has no infinity
+        return {"token": text, "logprob": max(log_prob, least), "bytes": list(text.encode())}
+
+    tokens, tops = output.generated_tokens[first:], output.top_logprobs[first:]
+    found = [shown(*each) for each in zip(tokens, output.logprobs[first:], strict=False)]
+    for number, place in enumerate(found):
+        top = tops[number].items() if tops else ()
+        place["top_logprobs"] = [shown(*each) for each in top]
+    return found
+
+
+def unfinished_end(tokens: Sequence[int], tokenizer: Any) -> str:
+    """Return the end of a text that its stream holds back, since it is no whole character."""
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    text = str(tokenizer.decode(tokens, skip_special_tokens=True))
+    if not text.endswith("\ufffd"):
+        return ""
+    stream = DecodeStream([], skip_special_tokens=True)
+    pieces = (stream.step(tokenizer.backend_tokenizer, token) for token in tokens)
+    return text.removeprefix("".join(filter(None, pieces)))
 
 
 def add_fields(whole: dict[str, Any], request: ServedRequest) -> bool:

@@ -11,15 +11,12 @@ from lookahead_hf.tools.serving.limits import USUAL, Limits
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 
-_LOGPROBS = "this server returns no log probabilities: leave it out"
 _EVERYWHERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "top_logprobs": ((0,), _LOGPROBS),
     "moderation": ((), "this server judges no texts: leave it out"),
 }
 REFUSED: Mapping[str, Mapping[str, tuple[tuple[Any, ...], str]]] = {
     CHAT: {
         **_EVERYWHERE,
-        "logprobs": ((False,), _LOGPROBS),
         "functions": (([],), "use tools"),
         "function_call": (("auto", "none"), "use tools"),
         "audio": ((), "this server writes text alone: leave it out"),
@@ -28,13 +25,14 @@ REFUSED: Mapping[str, Mapping[str, tuple[tuple[Any, ...], str]]] = {
     },
     COMPLETIONS: {
         **_EVERYWHERE,
-        "logprobs": ((), _LOGPROBS),
+        "top_logprobs": ((0,), "give their number as logprobs"),
         "logit_bias": (({},), "use the chat completions"),
         "best_of": ((1,), "this server does not compare answers: use n"),
         "echo": ((False,), "put the prompt before the answer yourself"),
     },
     RESPONSES: {
         **_EVERYWHERE,
+        "top_logprobs": ((0,), "use the chat completions"),
         "n": ((1,), "this server writes one answer to such a request: send it several times"),
         "stop": ((), "use the chat completions"),
         "background": ((False,), "wait for the answer, or stream it"),
@@ -176,6 +174,14 @@ def check_fields(
     if not body.get(needed):
         raise ValueError(f"the request has no {needed}: give {TYPES[needed][1]}")
     _check_stop(body.get("stop"), limits)
+    if path == CHAT:
+        if not isinstance(body.get("logprobs"), (bool, type(None))):
+            raise ValueError(f"logprobs={shown(body['logprobs'])} is not understood: give true")
+        _check_number("top_logprobs", body.get("top_logprobs"), int, 0, 20)
+        if body.get("top_logprobs") and not body.get("logprobs"):
+            raise ValueError("top_logprobs is served beside logprobs=true: give that, too")
+    elif path == COMPLETIONS:
+        _check_number("logprobs", body.get("logprobs"), int, 0, 5)
     if body.get("logit_bias") is not None:
         body["logit_bias"] = _checked_bias(body["logit_bias"])
     _check_settings(body.get("generation_config"))

@@ -140,17 +140,20 @@ def _grammar(
 ) -> Any:
     """Return xgrammar's grammar of one call, with the usual whitespace.
 
-    `thinks`: whether the prompt has begun the reasoning.
+    `markers` are around the JSON of the call, if there are any; `thinks`: whether the prompt has
+    begun the reasoning.
     """
     from xgrammar import Grammar
 
     def exactly(text: str) -> Any:
         return Grammar.from_ebnf(f"root ::= {json.dumps(text, ensure_ascii=False)}")
 
+    begin, end = (f"{markers[0]}\n", f"\n{markers[1]}") if markers else ("", "")
+
     def call(name: str, schema: Any) -> Any:
-        head = f'{markers[0]}\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
+        head = f'{begin}{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
         parameters = Grammar.from_json_schema(json.dumps(schema), any_whitespace=False)
-        return Grammar.concat(exactly(head), parameters, exactly(f"}}\n{markers[1]}"))
+        return Grammar.concat(exactly(head), parameters, exactly(f"}}{end}"))
 
     each = [call(name, schema) for name, schema in tools.items()]
     calls = each[0] if len(each) == 1 else Grammar.union(*each)

@@ -80,15 +80,23 @@ class ServedRequest:
         seed: Its seed, None for random numbers of the server's.
         stop: The texts that end its answer.
         presence_penalty: What a token that the answer has loses.
+        log_probs: How many of the likeliest tokens in every place of the answer have a log
+            probability, too; None if no token has.
         schema: The JSON schema of the answer, None for any text.
         tools: The tools of which the answer calls one, by name, with the JSON schemas of their
             parameters; None if it need not call any.
+        is_alone: Whether it asks for what cannot be decoded beside others.
         is_cancelled: Whether nobody waits for it any more.
         has_begun: Whether the first token was generated.
         generates: Whether `generate` was called.
         refusal: Why it is not answered.
         status: The status of the refusal.
         stats: The statistics, None before the end and after plain decoding.
+        is_chat: Whether its answer is a message, in which calls of tools have a place.
+        writes_call: Whether the answer is the JSON of a call, for the model's own form of calls is
+            not known.
+        unfinished_end: The end of a stream's text that is no whole character.
+        places: The tokens of its answer with their log probabilities, as OpenAI's API has them.
         streams: Whether its answer is a stream.
         config: The settings of its text, in a queue.
         grammar: The processor that obeys its schema or tools, once it is compiled.
@@ -105,14 +113,20 @@ class ServedRequest:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     presence_penalty: float = 0.0
+    log_probs: int | None = None
     schema: str | None = None
     tools: Mapping[str, Any] | None = None
+    is_alone: bool = False
     is_cancelled: bool = False
     has_begun: bool = False
     generates: bool = False
     refusal: str | None = None
     status: int = 400
     stats: SpeculativeStats | None = None
+    is_chat: bool = False
+    writes_call: bool = False
+    unfinished_end: str = ""
+    places: list[dict[str, Any]] = field(default_factory=list)
     streams: bool = False
     config: Any = None
     grammar: Any = None
@@ -183,7 +197,16 @@ def take_request(body: dict[str, Any], config: SpeculativeConfig) -> ServedReque
         body.pop("seed", None),
         (stop,) if isinstance(stop, str) else tuple(stop),
         float(penalty or 0),
+        _take_log_probs(body),
     )
+
+
+def _take_log_probs(body: dict[str, Any]) -> int | None:
+    """Take out how many tokens in every place have a log probability; None if none has."""
+    asked, num_top = body.pop("logprobs", None), body.pop("top_logprobs", None)
+    if isinstance(asked, bool):
+        return (num_top or 0) if asked else None
+    return asked if asked is None else int(asked)
 
 
 def allowed(asked: Any, config: SpeculativeConfig) -> SpeculativeConfig | bool | None:

@@ -18,6 +18,7 @@ from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.queue.request import request_seed
 from lookahead_hf.tools.serving.answers import FAILED, Choices, Reply
 from lookahead_hf.tools.serving.checks import (
+    CHAT,
     COMPLETIONS,
     REFUSED,
     UnknownModelError,
@@ -58,7 +59,6 @@ class Entrance:
         models: transformers' manager of the server's models.
         limits: What is granted to a request.
         key: What clients have to show, None if they need nothing.
-        together: Whether requests are decoded together.
         live: Holds the requests that are not answered yet.
     """
 
@@ -69,11 +69,10 @@ class Entrance:
         models: Any,
         limits: Limits,
         key: str | None,
-        together: bool,
         live: Live,
     ) -> None:
         self._app, self._config, self._models = app, config, models
-        self._limits, self._key, self._together = limits, key, together
+        self._limits, self._key = limits, key
         self._live = live
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -196,8 +195,8 @@ class Entrance:
         taken = take_request(fields, self._config)
         taken.schema, taken.tools = take_schema(fields), take_tools(fields)
         self._check_size(taken)
-        if self._together:
-            _check_together(taken, fields)
+        taken.is_chat = path == CHAT
+        taken.is_alone = _is_alone(taken, fields, self._config)
         given = fields.get("prompt") if path == COMPLETIONS else None
         prompts = given if isinstance(given, list) else [given]
         each, loop = int(fields.pop("n", None) or 1), asyncio.get_running_loop()
@@ -209,7 +208,8 @@ class Entrance:
                 index, seed = len(requests), taken.seed
                 if seed is not None and index:
                     seed = request_seed(seed, index)
-                request = dataclasses.replace(taken, over=asyncio.Event(), when_over=[])
+                own: dict[str, Any] = {"over": asyncio.Event(), "when_over": [], "places": []}
+                request = dataclasses.replace(taken, **own)
                 request.loop, request.seed = loop, seed
                 requests.append(request)
                 bodies.append(json.dumps(body).encode())
@@ -292,17 +292,10 @@ def _explain(request: ServedRequest, error: BaseException | None) -> None:
         request.refusal, request.status = FAILED, 500
 
 
-def _check_together(request: ServedRequest, fields: dict[str, Any]) -> None:
-    """Raise ValueError if a request asks for what cannot be decoded beside others."""
-    if request.speculative is not None or request.prediction is not None:
-        name = "speculative" if request.prediction is None else "prediction"
-        raise ValueError(
-            f"{name} is not served with --continuous-batching, where all requests speculate as "
-            "the server does: leave it out"
-        )
+def _is_alone(request: ServedRequest, fields: dict[str, Any], config: SpeculativeConfig) -> bool:
+    """Return whether a request asks for what cannot be decoded beside others."""
     settings = json.loads(fields.get("generation_config") or "{}")
-    for name, alone in (("num_beams", 1), ("speculative", None), ("guidance_scale", 1)):
-        if settings.get(name) not in (None, alone):
-            raise ValueError(
-                f"generation_config: {name} is not served with --continuous-batching: leave it out"
-            )
+    usual = {"num_beams": 1, "speculative": None, "guidance_scale": 1}
+    own = request.speculative not in (None, config) or request.prediction is not None
+    own |= request.media is not None
+    return own or any(settings.get(name, each) not in (None, each) for name, each in usual.items())

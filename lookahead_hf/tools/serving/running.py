@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import copy
-import dataclasses
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,10 +15,13 @@ from weakref import WeakKeyDictionary
 
 from lookahead_hf.call.stopping import StopTexts
 from lookahead_hf.config import SpeculativeConfig
+from lookahead_hf.fallback import Unserved
 from lookahead_hf.logits.presence import PresencePenalty
 from lookahead_hf.model import compat
-from lookahead_hf.tools.serving.answers import FAILED
-from lookahead_hf.tools.serving.fields import STOPPING, ServedRequest, current
+from lookahead_hf.queue.manager import SpeculativeBatchingManager
+from lookahead_hf.queue.methods import Asked, engine_of
+from lookahead_hf.tools.serving.answers import FAILED, places, unfinished_end
+from lookahead_hf.tools.serving.fields import STOPPING, Live, ServedRequest, current
 from lookahead_hf.tools.serving.limits import Limits
 from lookahead_hf.tools.serving.schemas import grammar_of
 
@@ -31,6 +33,9 @@ _OF_SERVER = (
     *("transformers_version", "num_return_sequences", "continuous_batching_config", "speculative"),
 )
 """Settings that a text in a queue does not have, or gets in another way."""
+
+_OWN_ERRORS = ("ValueError", "SpeculationFallbackError")
+"""Errors of a request's own settings."""
 
 _logger = logging.getLogger(__name__)
 
@@ -99,70 +104,109 @@ class Running:
 
     Args:
         state: Its `GenerationState`.
+        models: Its manager of models.
+        live: The requests that are not answered yet.
         config: How to speculate by default.
         limits: What is granted to a request.
+        together: Whether requests are decoded together.
 
     Attributes:
         tokenizers: The tokenizer of each model, or the processor that has it.
     """
 
-    def __init__(self, state: Any, config: SpeculativeConfig, limits: Limits) -> None:
-        self._state, self._limits = state, limits
-        self._config = dataclasses.replace(config, on_fallback="error")
+    def __init__(
+        self,
+        state: Any,
+        models: Any,
+        live: Live,
+        config: SpeculativeConfig,
+        limits: Limits,
+        together: bool,
+    ) -> None:
+        self._models, self._live, self._limits = models, live, limits
+        self._config, self._together = config, together
+        self._batching = getattr(state, compat.SERVERS_QUEUE_CONFIG)
         self._compilers = ThreadPoolExecutor(4, "lookahead_hf compiling")
-        self._managers: list[Any] = []
+        self._managers: dict[tuple[str, bool], Any] = {}
         self.tokenizers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-        self._queues: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
-        self._get, self._uses_queue = state.get_manager, state.use_continuous_batching
+        self._queues: dict[Any, SpeculativeBatchingManager | None] = {}
+        self._get = state.get_manager
         state.get_manager, state.use_continuous_batching = self.get_manager, self.uses_queue
 
     def end(self) -> None:
         """End all threads; the requests were answered or given up."""
-        for manager in self._managers:
-            queue = getattr(manager, compat.SERVERS_QUEUE, None)
-            if queue is not None:
-                queue.stop(timeout=STOP_SECONDS, hard_stop=True)
-                setattr(manager, compat.SERVERS_QUEUE, None)
-            elif hasattr(manager, "_thread"):
+        for queue in filter(None, self._queues.values()):
+            queue.stop(timeout=STOP_SECONDS, hard_stop=True)
+        for manager in self._managers.values():
+            if hasattr(manager, "_thread"):
                 manager._thread.shutdown(wait=False, cancel_futures=True)
         self._compilers.shutdown(wait=False, cancel_futures=True)
 
     def uses_queue(self, model: Any, modality: Any) -> bool:
-        """Return whether requests are decoded together; never by transformers' own manager."""
-        if not self._uses_queue(model, modality):
-            return False
-        if model not in self._queues:
-            try:
-                self._new_queue(model)
-                self._queues[model] = True
-            except (ValueError, RuntimeError) as error:
-                _logger.warning("requests are decoded one after the other: %s", error)
-                self._queues[model] = False
-        return self._queues[model]
+        """Return whether the current request is decoded beside others.
 
-    def _new_queue(self, model: Any) -> Any:
+        transformers' own manager never starts.
+        """
+        request = current.get() or ServedRequest()
+        is_alone = request.is_alone or not self._together or modality.name != "LLM"
+        if not is_alone:
+            queue = self._queues.get(model)
+            if model not in self._queues or (queue is not None and queue.fatal_error is not None):
+                self._queues[model] = self._new_queue(model)
+            is_alone = self._queues[model] is None
+        if is_alone and request.log_probs is not None:
+            request.refusal = (
+                "logprobs are served where requests are decoded together: leave them out, or "
+                "prediction, speculative and beams"
+            )
+            raise ValueError(request.refusal)
+        return not is_alone
+
+    def _new_queue(self, model: Any) -> SpeculativeBatchingManager | None:
+        """Start a queue of a model, None if requests have to be decoded one after the other."""
         config = copy.deepcopy(model.generation_config)
         config.max_new_tokens = config.max_new_tokens or 1024  # each request brings its own
-        batching = getattr(self._state, compat.SERVERS_QUEUE_CONFIG)
-        return model.init_continuous_batching(config, batching, speculative=self._config)
+        try:
+            engine, _ = engine_of(model, self._config, Asked(), config, self._batching)
+        except (Unserved, ValueError) as error:
+            _logger.warning("requests are decoded one after the other: %s", error)
+            return None
+        queue = SpeculativeBatchingManager(engine)
+        gives_up = engine.stops
 
-    def get_manager(self, *args: Any, **kwargs: Any) -> Any:
+        def stops() -> bool:
+            if gives_up() or self._live.requests:
+                return gives_up()
+            if any(each.model is model for each in list(self._models.loaded_models.values())):
+                return False
+            self._queues.pop(model, None)  # nothing of an unloaded model stays in memory
+            for manager in self._managers.values():
+                if getattr(getattr(manager, compat.SERVERS_QUEUE, None), "queue", None) is queue:
+                    setattr(manager, compat.SERVERS_QUEUE, None)
+            return True
+
+        engine.stops = stops
+        queue.start()
+        return queue
+
+    def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
         """Return transformers' manager of a model's requests, altered."""
         from transformers.cli.serving import utils
 
+        name = model_id, use_cb
+        if name in self._managers:
+            return self._managers[name]
         threads = utils.InferenceThread
         utils.InferenceThread = Worker  # a manager that is made now gets one
         try:
-            manager = self._get(*args, **kwargs)
+            manager = utils.CBGenerateManager() if use_cb else self._get(model_id)
         finally:
             utils.InferenceThread = threads
-        if manager in self._managers:
-            return manager
-        self._managers.append(manager)
-        for name in ("generate_streaming", "generate_non_streaming"):
-            streams = name == "generate_streaming"
-            setattr(manager, name, self._noting(getattr(manager, name), streams))
-        if isinstance(manager, utils.CBGenerateManager):
+        self._managers[name] = manager
+        for method in ("generate_streaming", "generate_non_streaming"):
+            streams = method == "generate_streaming"
+            setattr(manager, method, self._noting(getattr(manager, method), streams))
+        if use_cb:
             manager.init_cb = MethodType(self._init_queue, manager)
         else:
             manager.submit = self._submitting(manager.submit)
@@ -216,22 +260,16 @@ class Running:
         return None if request.is_cancelled else work()
 
     def _init_queue(self, manager: Any, model: Any, config: Any) -> None:
-        """Note a request's settings, and start a queue before the first one."""
+        """Note a request's settings, and give it what adds it to the queue of its model."""
         request = current.get()
         if request is not None:
             request.config = config
-        if getattr(manager, compat.SERVERS_QUEUE) is not None:
-            return
-        queue = self._new_queue(model)
-        queue.start()
-        add, hear = queue.add_request, queue.register_result_handler
-        queue.add_request = partial(self._add, model, queue, add)
-        queue.register_result_handler = partial(_hear, hear)
-        setattr(manager, compat.SERVERS_QUEUE, queue)
+        queue = self._queues[model]
+        assert queue is not None
+        adding = Adding(queue, partial(self._add, model, queue), self.tokenizers[model])
+        setattr(manager, compat.SERVERS_QUEUE, adding)
 
-    def _add(
-        self, model: Any, queue: Any, add: Callable[..., Any], input_ids: Any, **given: Any
-    ) -> Any:
+    def _add(self, model: Any, queue: Any, input_ids: Any, **given: Any) -> Any:
         """Add a request with its own settings, once its handler is there and its grammar."""
         request = current.get() or ServedRequest()
         request.generates = True
@@ -252,7 +290,9 @@ class Running:
                     settings["seed"] = request.seed
                 given["max_new_tokens"] = request.config.max_new_tokens
                 given["streaming"] = True
-                if add(input_ids, **given, **settings, **own) is None:
+                if request.log_probs is not None:
+                    settings |= {"top_logprobs": request.log_probs, "return_logprobs": True}
+                if queue.add_request(input_ids, **given, **settings, **own) is None:
                     request.end(STOPPING, 503)
             except Exception as error:  # of its own settings: nothing else was done
                 _logger.warning("a request was refused", exc_info=error)
@@ -265,23 +305,44 @@ class Running:
         return given["request_id"]
 
 
-def _hear(register: Callable[..., Any], request_id: str, callback: Callable[..., Any]) -> None:
-    """Register the handler of a request's outputs, of which it is told what it expects."""
-    request = current.get() or ServedRequest()
+class Adding:
+    """A queue as transformers' server sees it for one request.
 
-    def hear(output: Any) -> None:
-        if output.error is not None:
-            kind, _, why = output.error.partition(": ")
-            is_own = kind == "ValueError" or not output.generated_tokens
-            request.end(*((why,) if is_own else (FAILED, 500)))
-            return
-        request.has_begun = True
-        if output.is_finished():
-            request.stats = output.speculative_stats
-        if request.streams or output.is_finished():
-            callback(output)
+    Args:
+        queue: The queue.
+        add: Adds a request instead.
+        tokenizer: The tokenizer of its model, or the processor that has it.
+    """
 
-    register(request_id, hear)
+    def __init__(
+        self, queue: SpeculativeBatchingManager, add: Callable[..., Any], tokenizer: Any
+    ) -> None:
+        self.queue, self.add_request = queue, add
+        self._tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+        self.background_thread_status, self.cancel_request = queue, queue.cancel_request
+
+    def register_result_handler(self, request_id: str, callback: Callable[..., Any]) -> None:
+        """Register the handler of a request's outputs, of which it is told what it expects."""
+        request = current.get() or ServedRequest()
+
+        def hear(output: Any) -> None:
+            if output.error is not None:
+                kind, _, why = output.error.partition(": ")
+                is_own = kind in _OWN_ERRORS or not output.generated_tokens
+                request.end(*((why,) if is_own else (FAILED, 500)))
+                return
+            request.has_begun = True
+            if request.log_probs is not None:
+                request.places += places(output, len(request.places), self._tokenizer)
+            if output.is_finished():
+                request.stats = output.speculative_stats
+                if request.streams:
+                    tokens = output.generated_tokens
+                    request.unfinished_end = unfinished_end(tokens, self._tokenizer)
+            if request.streams or output.is_finished():
+                callback(output)
+
+        self.queue.register_result_handler(request_id, hear)
 
 
 def _differences(config: Any, default: Any) -> dict[str, Any]:

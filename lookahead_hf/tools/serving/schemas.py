@@ -57,19 +57,16 @@ def _functions(tools: Any) -> dict[str, Any]:
 def calling(tools: Mapping[str, Any], model: Any, tokenizer: Any, prompt: Any) -> dict[str, Any]:
     """Return the task to compile a grammar of answers that call a tool, after any reasoning.
 
+    Without markers that are known, the answer is the JSON of the call alone.
+
     Args:
         tools: The JSON schema of each tool's parameters, by name.
         model: The model, whose markers transformers' server knows.
         tokenizer: Its tokenizer, or the processor that has it.
         prompt: The tokens of the prompt, [length] or [1, length].
-
-    Raises:
-        ValueError: The markers are unknown.
     """
     fields = _fields(model, tokenizer)
-    markers = _markers(fields.get("tool_calls", {}))
-    if markers is None:
-        raise ValueError('tool_choice: how this model writes a call is not known: use "auto"')
+    markers = _markers(fields.get("tool_calls", {})) or ()
     thinking = fields.get("reasoning_content", {})
     begins = isinstance(thinking.get("open"), str) and isinstance(thinking.get("close"), str)
     text = tokenizer.decode(_last(prompt))
@@ -160,7 +157,7 @@ def grammar_of(
 
     Raises:
         ValueError: A schema cannot be compiled, or not in time, xgrammar is not installed, or the
-            model's way to call tools is unknown.
+            model's way to call tools is unknown, outside of chat completions.
     """
     if request.schema is None and request.tools is None:
         return None
@@ -172,6 +169,12 @@ def grammar_of(
     if request.tools is not None:
         what = "the parameters of a tool"
         task = calling(request.tools, model, tokenizer, prompt)
+        request.writes_call = not task["markers"]
+        if request.writes_call and not request.is_chat:
+            raise ValueError(
+                "tool_choice: how this model writes a call is not known: use the chat completions, "
+                'or "auto"'
+            )
     try:
         told = structured.vocabulary(tokenizer)
         trials.run(told, task, lambda: request.is_cancelled, seconds)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import inspect
 import logging
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from itertools import accumulate
 from operator import attrgetter
 from typing import Any
 
-import torch
 import transformers
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import Response
@@ -19,18 +17,20 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, g
 from transformers import GenerationMixin
 
 import lookahead_hf
+from lookahead_hf import stats
 from lookahead_hf.call.prepared import Request
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.fallback import TRANSFORMERS
 from lookahead_hf.generation.assembly import build_drafters
-from lookahead_hf.model import compat
 from lookahead_hf.stats import SpeculativeStats
+from lookahead_hf.tools.serving.answers import unfinished_end
 from lookahead_hf.tools.serving.compiling import trials
 from lookahead_hf.tools.serving.fields import Live, ServedRequest, allowed, current, listing
 from lookahead_hf.tools.serving.limits import USUAL, Limits
 from lookahead_hf.tools.serving.middleware import Entrance
 from lookahead_hf.tools.serving.running import Running, add_to_call
 from lookahead_hf.tools.serving.schemas import check_media, grammar_of
+from lookahead_hf.verification import rng
 
 PREFIX = "lookahead_hf:spec_decode_num_"
 
@@ -94,6 +94,7 @@ def speculating(
     *,
     limits: Limits = USUAL,
     api_key: str | None = None,
+    together: bool = True,
 ) -> Iterator[None]:
     """Let servers that transformers builds inside the `with` block generate speculatively.
 
@@ -105,6 +106,7 @@ def speculating(
         prepare: Called with each model before its first request, such as `warm_up`.
         limits: What is granted to a request.
         api_key: What clients have to show, None if they need nothing.
+        together: Whether requests are decoded together, by our queue.
 
     Raises:
         UnknownServerError: The installed transformers has another server.
@@ -115,8 +117,9 @@ def speculating(
     def build_server(*args: Any, **kwargs: Any) -> Any:
         app = original(*args, **kwargs)
         given = inspect.signature(original).bind(*args, **kwargs).arguments
-        metrics, live, state = Metrics(), Live(), given["generation_state"]
-        running = Running(state, config, limits)
+        metrics, live, manager = Metrics(), Live(), given["model_manager"]
+        state = given["generation_state"]
+        running = Running(state, manager, live, config, limits, together)
 
         def enable(model: Any, processor: Any) -> None:
             if isinstance(model, GenerationMixin) and not _is_served(model):
@@ -126,18 +129,15 @@ def speculating(
                 running.tokenizers[model] = processor
                 prepare(model)
 
-        manager = given["model_manager"]
         _enable_models(manager, enable)
         if hasattr(manager, "get_gen_models"):  # before transformers 5.24
             manager.get_gen_models = listing(manager)
-        together = bool(getattr(state, compat.DECODES_TOGETHER, False))
         app.add_middleware(
             Entrance,
             config=config,
             models=manager,
             limits=limits,
             key=api_key,
-            together=together,
             live=live,
         )
         # Browsers ask without a key first, and read errors only from an answer that allows it.
@@ -237,22 +237,7 @@ def _is_served(model: Any) -> bool:
     return isinstance(vars(model).get("generate"), ServedGenerate)
 
 
-_drawing = threading.Lock()
-"""Held while a text is sampled: torch's generator is that of the whole process."""
-
 _logger = logging.getLogger(__name__)
-
-
-@contextmanager
-def _own_numbers(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Let a text draw its own random numbers: those of its seed, if it has one."""
-    with _drawing:
-        if seed is None:
-            yield
-            return
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(seed)
-            yield
 
 
 class ServedGenerate:
@@ -290,11 +275,13 @@ class ServedGenerate:
         if request.prediction is not None:
             kwargs["prediction"] = request.prediction
         if kwargs.get("streamer") is not None or _takes_streamer(self._model, config):
-            kwargs["streamer"] = _Watched(request, kwargs.get("streamer"), self._model)
+            kwargs["streamer"] = _Watched(
+                request, kwargs.get("streamer"), self._model, self._tokenizer
+            )
         try:
             self._apply(request, kwargs, config)
             kwargs["speculative"] = self._speculative(request, config)
-            with _own_numbers(request.seed, self._model.device):
+            with rng.drawing(self._model.device, request.seed):
                 output = self._generate(*args, **kwargs)
         except Cancelled:
             raise
@@ -306,7 +293,7 @@ class ServedGenerate:
             else:
                 _logger.exception("a request failed")
             raise
-        request.stats = lookahead_hf.last_stats(self._model)
+        request.stats = stats.of_this_thread(self._model)
         return output
 
     def _apply(self, request: ServedRequest, kwargs: dict[str, Any], config: Any) -> None:
@@ -350,19 +337,24 @@ class _Watched:
     the end of the text.
     """
 
-    def __init__(self, request: ServedRequest, streamer: Any, model: Any) -> None:
+    def __init__(self, request: ServedRequest, streamer: Any, model: Any, tokenizer: Any) -> None:
         self._request, self._streamer, self._model = request, streamer, model
+        self._tokenizer, self._tokens = tokenizer, list[int]()
 
     def put(self, value: Any) -> None:
         """Pass a value on: the prompt, [1, length], or a token, [1]."""
         if self._request.is_cancelled:
             raise Cancelled
-        self._request.has_begun |= value.ndim == 1
+        if value.ndim == 1:
+            self._request.has_begun = True
+            self._tokens += value.tolist()
         if self._streamer is not None:
             self._streamer.put(value)
 
     def end(self) -> None:
         """Pass the end of the text on."""
-        self._request.stats = lookahead_hf.last_stats(self._model)
+        self._request.stats = stats.of_this_thread(self._model)
+        if self._request.streams:
+            self._request.unfinished_end = unfinished_end(self._tokens, self._tokenizer)
         if self._streamer is not None:
             self._streamer.end()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import lookahead_hf
-from lookahead_hf.model.compat.batching import IS_KNOWN, ContinuousBatchingManager, OutputRouter
 
 PACKAGE = Path(lookahead_hf.__file__).parent
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in PACKAGE.rglob("*.py")}
@@ -60,13 +58,6 @@ def others(source: str) -> Iterator[str]:
                 yield f"line {node.lineno}: {name}"
 
 
-def of_class(inherited: type) -> set[str]:
-    """Private names of the methods and attributes of a class of others."""
-    tree = ast.parse(inspect.getsource(inherited))
-    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    return {name for name in {*vars(inherited), *attributes} if PRIVATE.fullmatch(name)}
-
-
 OF_OTHERS = {"model/limits.py", "ngram_pool/jit.py", "utils.py"}
 """Files that know objects of packages that need not be there, which model/compat/ does not import,
 and the file that knows how numba compiles and keeps functions."""
@@ -75,15 +66,6 @@ and the file that knows how numba compiles and keeps functions."""
 @pytest.mark.parametrize("path", sorted(OUTSIDE.keys() - OF_OTHERS))
 def test_only_compat_names_what_is_private_to_other_packages(path: str) -> None:
     assert [*others(SOURCES[path])] == []
-
-
-@pytest.mark.skipif(not IS_KNOWN, reason="another manager, never inherited")
-@pytest.mark.parametrize("path", [path for path in OUTSIDE if path.startswith("queue/")])
-def test_a_subclass_names_nothing_private_of_the_class_that_it_inherits(path: str) -> None:
-    """Also where it defines the name itself, which overrides the inherited one."""
-    inherited = of_class(ContinuousBatchingManager) | of_class(OutputRouter)
-    assert {"_wake_up_loop", "_run_generation_loop", "_lock"} <= inherited
-    assert {*PRIVATE.findall(SOURCES[path])} & inherited == set()
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,18 @@
-"""transformers' server with --continuous-batching, speculating, as its clients see it."""
+"""Requests that are decoded together, as the server does unless it is told otherwise."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
+import torch
 
 from lookahead_hf import SpeculativeConfig, totals
+from lookahead_hf.queue.manager import RUN
 from tests.helpers.served import Served, joined, serving
 from tests.helpers.tiny_chat import DRAFTING
 
@@ -17,14 +22,13 @@ PROMPTS = ["def f(x):", "def g(y):\n    return y", "a b a b a b"]
 @pytest.fixture(scope="module")
 def expected(folder: str) -> list[str]:
     """The texts of the server without continuous batching."""
-    with serving(folder, SpeculativeConfig(**DRAFTING)) as served:
+    config = SpeculativeConfig(**DRAFTING)
+    with serving(folder, config, continuous_batching=False) as served:
         return [served.plain(prompt) for prompt in PROMPTS]
 
 
-@pytest.fixture(scope="module")
-def served(folder: str, expected: list[str]) -> Iterator[Served]:
-    with serving(folder, SpeculativeConfig(**DRAFTING), continuous_batching=True) as served:
-        yield served
+def queues() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name.startswith(RUN)]
 
 
 def test_requests_are_decoded_together_with_the_texts_of_generate(
@@ -32,6 +36,7 @@ def test_requests_are_decoded_together_with_the_texts_of_generate(
 ) -> None:
     with ThreadPoolExecutor(3) as clients:
         assert list(clients.map(served.text, PROMPTS)) == expected
+    assert queues()
     assert totals(served.model).stats.num_accepted > 0
     assert not totals(served.model).fallbacks
     assert "lookahead_hf:spec_decode_num_accepted_tokens_total 0.0" not in served.get("/metrics")
@@ -41,3 +46,94 @@ def test_a_stream_has_the_same_text(served: Served, expected: list[str]) -> None
     before = totals(served.model).stats.num_accepted
     assert joined(served.ask(PROMPTS[0], stream=True)) == expected[0]
     assert totals(served.model).stats.num_accepted > before
+
+
+@pytest.mark.filterwarnings("ignore:.*runs plain generate")
+def test_what_is_decoded_alone_is_decoded_beside_the_others(
+    served: Served, expected: list[str]
+) -> None:
+    alone: list[dict[str, Any]] = [
+        {"speculative": False},
+        {"speculative": {"drafters": ["ngram"]}},
+        {"prediction": {"type": "content", "content": expected[0]}},
+        {"generation_config": json.dumps({"num_beams": 2, "max_new_tokens": 48})},
+    ]
+    with ThreadPoolExecutor(8) as clients:
+        others = [clients.submit(served.text, prompt) for prompt in PROMPTS]
+        answers = [clients.submit(served.ask, PROMPTS[0], extra_body=each) for each in alone]
+        assert [each.result() for each in others] == expected
+        plain, own, predicted, beams = [each.result() for each in answers]
+    assert [a.choices[0].message.content for a in (plain, own, predicted)] == [expected[0]] * 3
+    assert predicted.usage.completion_tokens_details.accepted_prediction_tokens > 20
+    assert beams.metrics["speculative_decoding"]["fallback_reason"] == "beams"
+    assert getattr(plain, "metrics", None) is None
+
+
+@pytest.mark.parametrize("own", [{}, {"speculative": False}], ids=["together", "alone"])
+def test_a_stream_has_the_end_that_is_no_whole_character(served: Served, own: Any) -> None:
+    (timed,) = served.server._model_manager.loaded_models.values()
+    half = timed.processor("é", add_special_tokens=False)["input_ids"][0]
+    bias = {"logit_bias": {str(half): 100}, "max_tokens": 3, "extra_body": own}
+    whole = served.text(**bias)
+    assert whole.endswith("\ufffd")
+    assert joined(served.ask(stream=True, **bias)) == whole
+
+
+def log_probs(served: Served, prompt: str, text: str) -> list[float]:
+    """The log probabilities of the tokens of a text, which are characters, after a prompt."""
+    (timed,) = served.server._model_manager.loaded_models.values()
+    said = [{"role": "user", "content": prompt}]
+    head = timed.processor.apply_chat_template(said, add_generation_prompt=True)["input_ids"]
+    tokens = timed.processor(text, add_special_tokens=False)["input_ids"]
+    with torch.no_grad():
+        scores = served.model(torch.tensor([head + tokens])).logits[0].log_softmax(-1)
+    return [float(scores[len(head) - 1 + at, token]) for at, token in enumerate(tokens)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stop", [False, True])
+def test_log_probabilities(served: Served, expected: list[str], stream: bool, stop: bool) -> None:
+    given = {"logprobs": True, "top_logprobs": 2, "stop": expected[0][9:11] if stop else None}
+    answer = served.ask(PROMPTS[0], stream=stream, **given)
+    chunks = list(answer) if stream else [answer]
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    places = [each for choice in choices if choice.logprobs for each in choice.logprobs.content]
+    text = expected[0][: expected[0].index(given["stop"])] if stop else expected[0]
+    assert "".join(place.token for place in places) == text
+    assert [place.logprob for place in places] == pytest.approx(
+        log_probs(served, PROMPTS[0], text), abs=1e-4
+    )
+    for place in places:
+        first, second = place.top_logprobs
+        assert first.token == place.token and first.logprob == place.logprob > second.logprob
+    assert choices[-1].finish_reason == ("stop" if stop else "length")
+
+
+def test_log_probabilities_of_completions(served: Served) -> None:
+    given = {"model": served.folder, "max_tokens": 5, "temperature": 0, "logprobs": 2}
+    (choice,) = served.client.completions.create(prompt="abc", **given).choices
+    found = choice.logprobs
+    assert "".join(found.tokens) == choice.text and found.text_offset == [*range(5)]
+    assert [max(each.values()) for each in found.top_logprobs] == found.token_logprobs
+    assert {len(each) for each in found.top_logprobs} == {2}
+
+
+def test_log_probabilities_of_what_is_decoded_alone_are_refused(served: Served) -> None:
+    from openai import BadRequestError
+
+    with pytest.raises(BadRequestError, match="logprobs are served where requests are decoded"):
+        served.ask(logprobs=True, extra_body={"speculative": False})
+
+
+def test_the_queue_of_a_model_that_is_unloaded_ends(folder: str) -> None:
+    before = len(queues())
+    with serving(folder, SpeculativeConfig(**DRAFTING)) as served:
+        assert served.text() == served.text()
+        assert len(queues()) == before + 1
+        (timed,) = served.server._model_manager.loaded_models.values()
+        timed.delete_model()
+        end = time.monotonic() + 10
+        while len(queues()) > before and time.monotonic() < end:
+            time.sleep(0.05)
+        assert len(queues()) == before
+        assert served.text() == served.text()

@@ -50,8 +50,6 @@ def test_answers_obey_the_schemas_of_their_requests(served: Served, stream: bool
 
 
 def test_an_answer_is_plains(served: Served) -> None:
-    if served.server._generation_state._continuous_batching:
-        pytest.skip("requests in a queue speculate as the server does")
     plain = served.text(extra_body={"speculative": False}, **asking(0))
     assert served.text(**asking(0)) == plain
 

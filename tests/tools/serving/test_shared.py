@@ -103,10 +103,8 @@ def test_a_byte_order_mark_is_no_mistake(served: Served) -> None:
 
 
 def test_a_seed_gives_its_text_whatever_else_is_asked(served: Served) -> None:
-    together = served.server._generation_state._continuous_batching
-
     def write(seed: int) -> str:
-        own = {} if together or seed % 2 else {"speculative": False}
+        own = {} if seed % 2 else {"speculative": False}
         given = {"temperature": 1.0, "seed": seed, "max_tokens": 24}
         return served.text("Hello", extra_body=own, **given)
 
@@ -138,20 +136,6 @@ def test_each_request_has_its_own_settings(served: Served) -> None:
 def test_a_presence_penalty_lets_tokens_come_once(served: Served) -> None:
     text = served.text(presence_penalty=2, max_tokens=24)
     assert len({*text}) > len({*served.text(max_tokens=24)})
-
-
-def test_a_queue_refuses_what_it_cannot_do_for_one_request(served: Served) -> None:
-    if not served.server._generation_state._continuous_batching:
-        pytest.skip("without a queue all of this is done")
-    text = served.text(max_tokens=8)
-    for fields in (
-        {"speculative": False},
-        {"prediction": {"type": "content", "content": "x"}},
-        {"generation_config": '{"num_beams": 4}'},
-    ):
-        status, answer = served.post(CHAT, {**said("def f(x):"), **fields})
-        assert status == 400 and "not served with --continuous-batching" in answer
-    assert served.text(max_tokens=8) == text
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -148,9 +148,41 @@ def of_type(model_type: str) -> Any:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_5", "gemma4"])
-def test_a_model_whose_markers_are_not_known(model_type: str) -> None:
-    with pytest.raises(ValueError, match="how this model writes a call is not known"):
-        calling({"stop": {}}, of_type(model_type), grammars.tokenizer(), [1])
+def test_a_model_whose_markers_are_not_known_writes_the_json_alone(model_type: str) -> None:
+    tokenizer = grammars.tokenizer()
+    task = calling({"stop": schema()}, of_type(model_type), tokenizer, tokenizer.encode("a"))
+    matcher = xgrammar.GrammarMatcher(
+        structured.compiled("a call", task, tokenizer, compile_task).compiled_grammars[0]
+    )
+    assert matcher.accept_string('{"name": "stop", "arguments": {}}') and matcher.is_completed()
+
+
+@pytest.fixture(scope="module")
+def unmarked(folder: str) -> Iterator[Served]:
+    with serving(folder, SpeculativeConfig(**DRAFTING)) as served:
+        yield served
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_is_made_of_the_json_of_any_model(unmarked: Served, stream: bool) -> None:
+    before = totals(unmarked.model).stats.num_accepted
+    function, why = called(unmarked, stream, tool_choice=ONE)
+    assert function.name == "place" and why == "tool_calls"
+    assert json.loads(function.arguments) == {"at": "Great Britain"}
+    assert totals(unmarked.model).stats.num_accepted > before
+
+
+def test_a_call_that_is_not_complete_or_has_no_place_is_a_bad_request(unmarked: Served) -> None:
+    from openai import APIError, BadRequestError
+
+    for stream in (False, True):
+        with pytest.raises(APIError, match="ends within a tool's call: allow more tokens"):
+            list(unmarked.ask(tools=TOOLS, tool_choice=ONE, max_tokens=12, stream=stream))
+    tools = [{"type": "function", **WEATHER}]
+    with pytest.raises(BadRequestError, match="use the chat completions"):
+        unmarked.client.responses.create(
+            model=unmarked.folder, input="a", tools=tools, tool_choice="required"
+        )
 
 
 @pytest.mark.parametrize(

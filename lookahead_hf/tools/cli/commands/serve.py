@@ -64,6 +64,13 @@ def _limits(command: Callable[..., None]) -> Callable[..., None]:
     show_envvar=True,
     help="What clients have to send as their API key; others see it in a list of processes.",
 )
+@click.option(
+    "--continuous-batching/--no-continuous-batching",
+    "together",
+    default=True,
+    show_default=True,
+    help="Decode requests together, or one after the other.",
+)
 @_limits
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="")
 @click.pass_context
@@ -73,6 +80,7 @@ def COMMAND(
     config: SpeculativeConfig,
     pool: Path | None,
     api_key: str | None,
+    together: bool,
     words: tuple[str, ...],
     **limits: Any,
 ) -> None:
@@ -85,7 +93,8 @@ def COMMAND(
     check_installed("The server", NEEDS, "serve")
     is_plain = context.find_root().params.get("no_colour", False)
     given = {name.removeprefix("max_"): value for name, value in limits.items()}
-    _serve(list(words), with_pool(config, pool), Screen(is_plain), Limits(**given), api_key)
+    sharing = {"limits": Limits(**given), "api_key": api_key or None, "together": together}
+    _serve(list(words), with_pool(config, pool), Screen(is_plain), sharing)
 
 
 def _check_port(host: str | None, port: int | None) -> None:
@@ -117,10 +126,9 @@ def _serve(
     words: list[str],
     config: SpeculativeConfig,
     screen: Screen,
-    limits: Limits,
-    api_key: str | None,
+    sharing: dict[str, Any],
 ) -> None:
-    """Run transformers' command with these words until the server is stopped."""
+    """Run transformers' command with these words, and `speculating` with `sharing`, to the end."""
     import typer
     from transformers.cli.serve import Serve
 
@@ -138,12 +146,10 @@ def _serve(
         check_name(name.partition("@")[0], "MODEL")  # what follows is a revision
     try:
         _check_port(parsed.params.get("host"), parsed.params.get("port"))
-        if not api_key:
+        if not sharing["api_key"]:
             reach = "this machine" if _is_local(parsed.params.get("host")) else "any machine"
             screen.note(f"Without --api-key, whoever reaches the port from {reach} is answered.")
-        serving = speculating(
-            config, partial(warm_up, screen), limits=limits, api_key=api_key or None
-        )
+        serving = speculating(config, partial(warm_up, screen), **sharing)
         with serving, ending_at_once():
             command(words, prog_name="lookahead-hf serve")
     except SystemExit as end:

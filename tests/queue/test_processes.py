@@ -1,4 +1,4 @@
-"""A manager in a process that was forked from one that has computed."""
+"""Queues in processes that end before them, and in processes that were forked."""
 
 from __future__ import annotations
 
@@ -8,6 +8,28 @@ import sys
 import pytest
 
 PROGRAM = """
+import threading
+import lookahead_hf
+from tests.helpers import models
+
+model = lookahead_hf.enable(models.tiny("llama"), default=True)
+for tokens in (4, 1_000_000):  # an idle queue, and one that decodes
+    manager = model.init_continuous_batching()
+    manager.start()
+    manager.add_request([1, 2, 3], max_new_tokens=tokens, streaming=True)
+    print(len(manager.get_result().generated_tokens))
+threading.Thread(target=lambda: print("a thread of the program is waited for")).start()
+"""
+
+
+def test_a_process_ends_with_its_main_thread() -> None:
+    given = [sys.executable, "-c", PROGRAM]
+    run = subprocess.run(given, capture_output=True, text=True, timeout=200, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[-1] == "a thread of the program is waited for"
+
+
+FORKED = """
 import os
 import signal
 import torch
@@ -42,5 +64,5 @@ os._exit(int(status != 0))
 @pytest.mark.skipif(sys.platform != "linux", reason="libgomp keeps the threads of a fork's parent")
 @pytest.mark.parametrize("more_threads", [False, True])
 def test_a_forked_process_starts_a_manager(more_threads: bool) -> None:
-    program = PROGRAM.format(more_threads=more_threads)
+    program = FORKED.format(more_threads=more_threads)
     subprocess.run([sys.executable, "-c", program], check=True, timeout=240)
