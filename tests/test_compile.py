@@ -1,4 +1,4 @@
-"""The process that compiles: one at a time per folder, polite, and no longer than its parent."""
+"""The process that compiles: one at a time per folder, and no longer than its parent."""
 
 from __future__ import annotations
 
