@@ -11,7 +11,10 @@ from typing import Any
 
 from lookahead_hf.utils import check_names, known_names, spelt_right
 
-BUILT_IN_DRAFTERS = ("ngram", "recycling", "prediction", "pool", "assistant", "mtp")
+BUILT_IN_DRAFTERS = (
+    *("ngram", "recycling", "prediction", "pool", "assistant", "mtp"),
+    *("medusa", "lookahead"),
+)
 """The drafters that a configuration can name."""
 
 DEFAULT_DRAFTERS = ("ngram", "recycling")
@@ -21,6 +24,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "default": {},
         "prompt_lookup": {"drafters": ("ngram",)},
+        "lookahead": {"drafters": ("lookahead",), "budget": 64},
     }
 )
 """Names for settings that are often used, and the fields that each name sets."""

@@ -55,6 +55,7 @@ OPTIONS = {
     "ngram": "min_ngram max_ngram",
     "pool": "min_ngram",
     "recycling": "top_k num_next capacity keep",
+    "lookahead": "window ngram_size num_ngrams",
     "assistant": "num_draft top_k beam min_reach",
 }
 """The options of each drafter."""

@@ -119,7 +119,7 @@ def _given(
         pool = memory_of(model).own_pool() if config.pool is None else config.pool
         own = {"learn": config.learn, "vocab_size": vocab_size, "tokenizer": request.tokenizer}
         return [open_pool(pool)], own
-    if name == "mtp":
+    if name in ("mtp", "medusa"):
         return [model], {"vocab_size": vocab_size}
     if name != "assistant":
         return [], {}

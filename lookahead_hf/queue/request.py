@@ -403,7 +403,7 @@ class Maker:
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail, "call generate with a batch")
 
     def _check_drafters(self) -> None:
-        heads = {"mtp"} & {*map(str, self.request.config.drafters or ())}
+        heads = {"mtp", "medusa"} & {*map(str, self.request.config.drafters or ())}
         if not heads:
             do_sample = bool(self.generation_config.do_sample)
             built = build_drafters(self.model, self.request, None, do_sample)

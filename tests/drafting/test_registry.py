@@ -62,6 +62,7 @@ def test_options_reach_the_drafter_of_their_name() -> None:
     [("ngram", "min_ngram", 0), ("ngram", "max_ngram", 33), ("ngram", "max_ngram", "8")]
     + [("ngram", "keep", 1), ("recycling", "keep", 1), ("recycling", "top_k", 65)]
     + [("recycling", "num_next", 0), ("recycling", "capacity", 0)]
+    + [("lookahead", "window", 0), ("lookahead", "ngram_size", 1), ("lookahead", "num_ngrams", 65)]
     + [("assistant", "num_draft", 0), ("assistant", "min_reach", 1.0)],
 )
 def test_options_out_of_range_are_named(name: str, option: str, value: Any) -> None:

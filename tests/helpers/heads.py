@@ -1,4 +1,4 @@
-"""Tiny models with multi-token-prediction layers that are right sometimes."""
+"""Tiny models with multi-token-prediction layers or Medusa heads that are right sometimes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import one_hot
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
-from tests.helpers.models import tiny
+from tests.helpers.models import VOCAB, tiny
 
 
 def with_layers(model_type: str, num_layers: int = 1) -> tuple[Any, Any]:
@@ -82,6 +83,20 @@ def fit(model: Any, layers: Any, texts: list[list[int]]) -> None:
             )
             for state, ids, text in zip(states, seen, texts, strict=True)
         ]
+
+
+def medusa_heads(model: Any, texts: list[list[int]], num_heads: int) -> dict[str, torch.Tensor]:
+    """Return Medusa-1 heads, fitted to texts by least squares, by their published names."""
+    hidden = int(model.config.hidden_size)
+    tensors: dict[str, torch.Tensor] = {}
+    for head in range(num_heads):
+        given = torch.cat([states_of(model, text)[0, : -head - 2] for text in texts])
+        after = torch.cat([one_hot(torch.tensor(text[head + 2 :]), VOCAB) for text in texts])
+        tensors[f"{head}.0.linear.weight"] = torch.zeros(hidden, hidden)
+        tensors[f"{head}.0.linear.bias"] = torch.zeros(hidden)
+        fitted = torch.linalg.lstsq(given, 8.0 * after.float()).solution
+        tensors[f"{head}.1.weight"] = fitted.T.contiguous()
+    return tensors
 
 
 def save_with_layers(model: Any, layers: Any, folder: Path) -> None:

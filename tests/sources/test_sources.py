@@ -51,8 +51,8 @@ def brought_along(names: Iterable[str], plain: torch.Tensor, columns: int) -> di
     return brought
 
 
-SOURCES = tuple(name for name in BUILT_IN_DRAFTERS if name != "mtp")
-"""All but the one that needs layers of a checkpoint."""
+SOURCES = tuple(name for name in BUILT_IN_DRAFTERS if name not in ("mtp", "medusa"))
+"""All but those that need layers of a checkpoint or a file."""
 
 ALONE = [(name,) for name in SOURCES]
 
