@@ -102,10 +102,10 @@ class Engine:
         """The model."""
         return self.maker.model
 
-    def add(self, state: RequestState) -> None:
+    def add(self, state: RequestState, wait: Callable[[], object] = lambda: None) -> None:
         """Add the texts of a request, which are numbered in this order; its own comes last.
 
-        Each gets copies of the request's processors and criteria.
+        Each gets copies of the request's processors and criteria. `wait` waits until there is room.
         """
         name, own, ids = (
             state.request_id,
@@ -114,6 +114,7 @@ class Engine:
         )
         states = [*map(state.fork, ids[:-1]), state]
         with self.changed:
+            wait()
             for number, each in enumerate(states):
                 index, each.num_children = self._num_texts + number, 0
                 seed = self.seed_of(index) if own is None else own

@@ -218,16 +218,14 @@ class SpeculativeBatchingManager:
         if not isinstance(request_id, Hashable):
             kind = type(request_id).__name__
             raise TypeError(f"a request_id has to be hashable, which a {kind} is not: pass a str")
-        with self._changed:
-            if self._stop != GOES_ON:
-                _logger.warning("the run is stopping: a request was dropped")
-                return None
-            if request_id is None:
+        if self._stop != GOES_ON:
+            _logger.warning("the run is stopping: a request was dropped")
+            return None
+        if request_id is None:
+            with self._changed:
                 request_id, self._num_named = f"req_{self._num_named}", self._num_named + 1
-            given = input_ids, request_id, self.num_return_sequences - 1
-            state = request_state(*given, *args, **own)
-            self._wait_for_room()
-            self.engine.add(state)
+        given = input_ids, request_id, self.num_return_sequences - 1
+        self.engine.add(request_state(*given, *args, **own), self._wait_for_room)
         return request_id
 
     def add_requests(self, inputs: list[list[int]], *args: Any, **own: Any) -> list[str | None]:

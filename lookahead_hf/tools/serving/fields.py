@@ -85,7 +85,7 @@ class ServedRequest:
         schema: The JSON schema of the answer, None for any text.
         tools: The tools of which the answer calls one, by name, with the JSON schemas of their
             parameters; None if it need not call any.
-        is_alone: Whether it asks for what cannot be decoded beside others.
+        is_alone: Whether it asks for what cannot be decoded beside others, `speculative` left out.
         is_cancelled: Whether nobody waits for it any more.
         has_begun: Whether the first token was generated.
         generates: Whether `generate` was called.

@@ -196,7 +196,7 @@ class Entrance:
         taken.schema, taken.tools = take_schema(fields), take_tools(fields)
         self._check_size(taken)
         taken.is_chat = path == CHAT
-        taken.is_alone = _is_alone(taken, fields, self._config)
+        taken.is_alone = _is_alone(taken, fields)
         given = fields.get("prompt") if path == COMPLETIONS else None
         prompts = given if isinstance(given, list) else [given]
         each, loop = int(fields.pop("n", None) or 1), asyncio.get_running_loop()
@@ -292,10 +292,9 @@ def _explain(request: ServedRequest, error: BaseException | None) -> None:
         request.refusal, request.status = FAILED, 500
 
 
-def _is_alone(request: ServedRequest, fields: dict[str, Any], config: SpeculativeConfig) -> bool:
+def _is_alone(request: ServedRequest, fields: dict[str, Any]) -> bool:
     """Return whether a request asks for what cannot be decoded beside others."""
     settings = json.loads(fields.get("generation_config") or "{}")
     usual = {"num_beams": 1, "speculative": None, "guidance_scale": 1}
-    own = request.speculative not in (None, config) or request.prediction is not None
-    own |= request.media is not None
+    own = request.prediction is not None or request.media is not None
     return own or any(settings.get(name, each) not in (None, each) for name, each in usual.items())

@@ -148,7 +148,8 @@ class Running:
         transformers' own manager never starts.
         """
         request = current.get() or ServedRequest()
-        is_alone = request.is_alone or not self._together or modality.name != "LLM"
+        is_alone = request.is_alone or request.speculative not in (None, self._config)
+        is_alone |= not self._together or modality.name != "LLM"
         if not is_alone:
             queue = self._queues.get(model)
             if model not in self._queues or (queue is not None and queue.fatal_error is not None):
