@@ -112,18 +112,17 @@ def _scratch(op: np.ndarray, num_tokens: int, by_tiles: bool) -> int:
 
 def _scratch_of_tiles(op: np.ndarray, plan: np.ndarray, segment: np.ndarray) -> int:
     """Return the float32 numbers that a thread writes when it attends by tiles for a segment."""
-    first, count = segment[fields.FIRST], segment[fields.COUNT]
-    starts = _longs(plan[fields.TAIL_STARTS], first + count + 1)
+    first, last = segment[fields.FIRST], segment[fields.FIRST] + segment[fields.COUNT]
+    starts = _longs(plan[fields.TAIL_STARTS], last + 1)
     tails = _longs(plan[fields.TAILS], starts[-1])[starts[first] :]
-    last = max([segment[fields.END], *(tails + 1)])
-    queries = count * op[fields.HEADS] // op[fields.SHARED]
-    return tile_floats(queries, last - segment[fields.BEGIN], op[fields.SIZE])
+    slots = max([segment[fields.END], *(tails + 1)]) - segment[fields.BEGIN]
+    return tile_floats(
+        (last - first) * op[fields.HEADS] // op[fields.SHARED], slots, op[fields.SIZE]
+    )
 
 
 def _longs(address: int, count: int) -> np.ndarray:
     """Return int64 numbers at an address."""
-    if not count:
-        return np.empty(0, np.int64)
     return np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(int(address)))
 
 

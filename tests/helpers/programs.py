@@ -12,12 +12,17 @@ from lookahead_hf.engines.cpu.kernels.fields import bits
 from lookahead_hf.engines.cpu.kernels.program import Part, Plan, Workspace, segment_of
 
 
-def run(operations: list[dict[int, int]], dtype: torch.dtype, num_tokens: int) -> None:
-    """Carry out operations, given by the values of their fields."""
+def workspace(operations: list[dict[int, int]], dtype: torch.dtype) -> Workspace:
+    """A workspace of operations, given by the values of their fields."""
     ops = np.zeros((len(operations), fields.OP_FIELDS), np.int64)
     for at, values in enumerate(operations):
         ops[at, list(values)] = list(values.values())
-    Workspace(ops, dtype).run(0, len(ops), num_tokens, 1 << 18)
+    return Workspace(ops, dtype)
+
+
+def run(operations: list[dict[int, int]], dtype: torch.dtype, num_tokens: int) -> None:
+    """Carry out operations."""
+    workspace(operations, dtype).run(0, len(operations), num_tokens, 1 << 18)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: Any = None, **given: int) -> torch.Tensor:
@@ -40,10 +45,17 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: Any = None, **given: int
     return out
 
 
-def attended(
+def attended(q: torch.Tensor, *others: Any, limit: float = 0.0) -> torch.Tensor:
+    """Attend with the kernel; the arguments are those of `attention`."""
+    op, plan, out = attention(q, *others, limit=limit)
+    run([op], q.dtype, len(plan.slots))
+    return out
+
+
+def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, limit: float = 0.0
-) -> torch.Tensor:
-    """Attend with the kernel.
+) -> tuple[dict[int, int], Plan, torch.Tensor]:
+    """Return the operation of attention, the plan that it refers to, and its target.
 
     Args:
         q: Queries, [rows, width, heads, dim].
@@ -68,8 +80,7 @@ def attended(
         fields.FACTOR: bits(dim**-0.5),
         fields.EPSILON: bits(limit),
     }
-    run([op], q.dtype, rows * width)
-    return out
+    return op, plan, out
 
 
 def planned(

@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from lookahead_hf.engines.cpu.kernels.fields import LAYER_NORM, RMS, RMS_FROM_ONE, SILU
-from lookahead_hf.engines.cpu.kernels.scalars import narrow, numbers, power_of_two, wide
+from lookahead_hf.engines.cpu.kernels.scalars import (
+    narrow,
+    numbers,
+    power_of_two,
+    wide,
+    width_of,
+)
 from lookahead_hf.engines.cpu.kernels.vectors import largest_of, num_nan, sum_of, sum_of_squares
 from lookahead_hf.ngram_pool.jit import jit_inner_numbers, jit_numbers
 
@@ -15,6 +21,7 @@ from lookahead_hf.ngram_pool.jit import jit_inner_numbers, jit_numbers
 _SINGLE = np.float32(0.0)
 _ONE, _TWO, _HALF = np.float32(1.0), np.float32(2.0), np.float32(0.5)
 _WHOLE = np.float32(12582912.0)  # adding and taking it away leaves a whole number
+_INFINITE = np.float32(np.inf)
 _GELU, _CUBE = np.float32(0.7978845608028654), np.float32(0.044715)
 
 
@@ -96,47 +103,53 @@ def norm(source, target, weight, bias, size, epsilon, flavour, kind, centred):
 
 
 @jit_inner_numbers
-def rotate(source, target, cos, sin, dim, rotated, is_wide, kind):
+def rotate(source, target, cos, sin, dim, rotated, is_wide, kind, room):
     """Rotate the first `rotated` of `dim` numbers of a head; `target` may be `source`.
 
     A pair has one number in each half. `cos` is an address, or 0 to rotate nothing. Float32 angles
-    (`is_wide`) leave products unrounded.
+    (`is_wide`) leave products unrounded. The head is in the room meanwhile: loops that may write
+    what they read are not made of vectors.
     """
-    x, out = numbers(source, kind), numbers(target, kind)
-    half = rotated // 2
-    if cos and is_wide:
+    given, x, out = numbers(source, kind), numbers(room, kind), numbers(target, kind)
+    for i in range(dim):
+        x[i] = given[i]
+    half = rotated // 2 if cos else 0
+    if is_wide:
         c, s = numbers(cos, _SINGLE), numbers(sin, _SINGLE)
         for i in range(half):
-            low, high = wide(x[i]), wide(x[i + half])
-            out[i] = narrow(low * c[i] + -high * s[i], kind)
-            out[i + half] = narrow(high * c[i + half] + low * s[i + half], kind)
-    elif cos:
-        c, s = numbers(cos, kind), numbers(sin, kind)
+            out[i] = narrow(wide(x[i]) * c[i] + -wide(x[i + half]) * s[i], kind)
+        for i in range(half, 2 * half):
+            out[i] = narrow(wide(x[i]) * c[i] + wide(x[i - half]) * s[i], kind)
+    else:
+        a, b = numbers(cos, kind), numbers(sin, kind)
         for i in range(half):
-            low, high = wide(x[i]), wide(x[i + half])
-            turned = near(low * wide(c[i]), kind) + near(-high * wide(s[i]), kind)
-            other = near(high * wide(c[i + half]), kind) + near(low * wide(s[i + half]), kind)
-            out[i], out[i + half] = narrow(turned, kind), narrow(other, kind)
-    if not cos:
-        half = 0
-    if source != target:
-        for i in range(2 * half, dim):
-            out[i] = x[i]
+            other = near(-wide(x[i + half]) * wide(b[i]), kind)
+            out[i] = narrow(near(wide(x[i]) * wide(a[i]), kind) + other, kind)
+        for i in range(half, 2 * half):
+            other = near(wide(x[i - half]) * wide(b[i]), kind)
+            out[i] = narrow(near(wide(x[i]) * wide(a[i]), kind) + other, kind)
+    for i in range(2 * half, dim):
+        out[i] = x[i]
 
 
-# mypy: disable-error-code="no-untyped-def"
+AT_A_TIME = 1024
+"""Scores that stay in a core's first cache while they are compared."""
 
 
 @jit_numbers
 def argmax(address, count, kind):
     """Return the place of the first largest of `count` numbers, or of the first NaN."""
-    x = numbers(address, kind)
-    if num_nan(address, count, kind) > np.float32(0.0):
-        for i in range(count):
-            if wide(x[i]) != wide(x[i]):
-                return i
-    largest = largest_of(address, count, kind)
-    for i in range(count):
+    x, largest, start = numbers(address, kind), -_INFINITE, 0
+    for first in range(0, count, AT_A_TIME):
+        size, place = min(AT_A_TIME, count - first), address + first * width_of(kind)
+        if num_nan(place, size, kind) > np.float32(0.0):
+            for i in range(first, first + size):
+                if wide(x[i]) != wide(x[i]):
+                    return i
+        found = largest_of(place, size, kind)
+        if found > largest:
+            largest, start = found, first
+    for i in range(start, count):
         if wide(x[i]) == largest:
             return i
     return 0

@@ -123,7 +123,8 @@ def _turn(op, token, scratch, kind):
         target = op[TARGET] + (row * heads + head) * length
         if op[WEIGHT]:
             norm(source, source, op[WEIGHT], 0, dim, epsilon, op[OUTPUTS], kind, scratch)
-        rotate(source, target, cos, op[SIN] + angle, dim, op[ROTATED], is_wide, kind)
+        sin, rotated = op[SIN] + angle, op[ROTATED]
+        rotate(source, target, cos, sin, dim, rotated, is_wide, kind, scratch)
 
 
 @jit_inner_numbers

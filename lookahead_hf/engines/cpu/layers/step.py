@@ -133,9 +133,8 @@ class LayerStep:
     def _run(self, units: list[Unit], given: list[Arguments], x: torch.Tensor) -> None:
         head_dim = max(unit.program.head_dim for unit in units)
         attending = SEGMENT * (self._pitch + 2 * head_dim) + 128
-        group = max(unit.program.group for unit in units)
-        if self._span and group:
-            queries = segment_of(x.dtype) * group
+        queries = segment_of(x.dtype) * max(unit.program.group for unit in units)
+        if self._span and queries:
             attending = max(attending, tile_floats(queries, self._span, head_dim))
         self.room.run(units, given, x.numel() // x.shape[-1], attending)
 
