@@ -35,7 +35,8 @@ from tests.helpers.random_calls import HYBRIDS, REPEATABLE, calls, smallest
 tally, ways = Tally(), set()
 
 def is_of_core(call):
-    return call.drafting != "pool" and call.model not in HYBRIDS and call.way in ("call", "threads")
+    is_plain = call.drafting != "pool" and call.model not in HYBRIDS and call.compiled is True
+    return is_plain and call.way in ("call", "threads")
 
 @settings(REPEATABLE, max_examples=40)
 @given(call=calls().filter(is_of_core))
