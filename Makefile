@@ -1,6 +1,7 @@
 # make demo       build .venv, fetch a small model, compare plain and speculative generation
 # make test       build .venv, lint, type check, run the tests (downloads the same model once)
-# make test-all   the same with the slow tests
+# make quick      the unit tests and 100 random calls, in two minutes
+# make test-all   the same as `make test` with the slow tests and 10,000 random calls
 # make test-oldest  the core tests with the oldest supported transformers, in a separate venv
 # make test-newest  the core tests with what pip installs today, without constraints.txt
 # make test-ecosystem  the libraries that call `generate`, in a separate venv (some gigabytes)
@@ -31,19 +32,27 @@ NOT_ON_OLDEST := --ignore tests/kernels/test_ahead_of_time.py --ignore tests/mod
 	--deselect tests/engines/cpu/test_prompts_by_kernels.py::test_a_queue_does_not_change_the_bits_of_its_texts \
 	--deselect tests/verification/test_batched_walk.py::test_greedy_rows_of_a_queue_are_read_at_once
 
-PYTEST := -m pytest -q -n $(WORKERS) --dist worksteal
+# What needs no model, or hardly one.
+UNIT_TESTS := $(addprefix tests/,block cache drafting logits ngram_pool verification test_config.py \
+	test_imports.py test_rows.py test_stats.py test_size.py)
+
+PYTEST := -m pytest -q -n $(WORKERS) --dist worksteal --durations 20
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
 
-.PHONY: FORCE demo soak test test-all test-oldest test-newest test-ecosystem lint docs bench clean
+.PHONY: FORCE demo quick soak test test-all test-oldest test-newest test-ecosystem lint docs compiled bench clean
 
 demo: .venv/.demo
 	.venv/bin/lookahead-hf demo $(ARGS)
 
-test: lint docs
+quick: .venv/.tests
+	TRITON_INTERPRET=1 .venv/bin/python $(PYTEST) -m "not gpu and not slow" --random-calls 100 tests/test_properties.py $(UNIT_TESTS) $(ARGS)
+
+test: .venv/.tests .venv/.docs
+	$(MAKE) --jobs 2 --output-sync lint docs compiled
 	TRITON_INTERPRET=1 .venv/bin/python $(PYTEST) -m "not gpu and not slow" $(ARGS)
 
 test-all: lint
-	.venv/bin/python $(PYTEST) $(ARGS)
+	.venv/bin/python $(PYTEST) --random-calls 10000 $(ARGS)
 
 test-oldest: .venv-oldest/.tests
 	TRITON_INTERPRET=1 .venv-oldest/bin/python $(PYTEST) -m "not gpu and not slow" $(CORE_TESTS) $(NOT_ON_OLDEST) $(ARGS)
@@ -68,6 +77,10 @@ lint: .venv/.tests
 # It takes some seconds. A broken link, a wrong anchor or an unknown name is an error.
 docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet --strict
+
+# Beside lint and docs, which leave one of two processors idle.
+compiled: .venv/.tests
+	.venv/bin/python -m lookahead_hf compile --dtype float32 --dtype bfloat16 --dtype float16
 
 bench: .venv/.tests
 	.venv/bin/python benchmarks/end_to_end.py $(ARGS)

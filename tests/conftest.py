@@ -28,16 +28,19 @@ from tests.helpers.replayed import WIDTHS
 
 torch.set_num_threads(1)
 
+LONGEST = ("test_real_model.py", "test_properties.py")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=("cpu", "cuda"), default="cpu")
     parser.addoption("--check-bounds", action="store_true", help="check every call of CPU kernels")
     parser.addoption("--requests", type=int, default=8, help="random requests to a server")
+    parser.addoption("--random-calls", type=int, default=500, help="calls of the property test")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # First what takes longest, so that no process waits for it at the end.
-    items.sort(key=lambda item: "test_real_model.py" not in item.nodeid)
+    items.sort(key=lambda item: not any(file in item.nodeid for file in LONGEST))
     if torch.cuda.is_available():
         return
     for item in items:

@@ -171,17 +171,17 @@ def assert_goes_on(model: Any, left: Left, call: dict[str, Any]) -> None:
     assert texts[1] == texts[0]
 
 
+@pytest.mark.parametrize("where", ["processor", "criterion", "streamer", "forward"])
 @pytest.mark.parametrize(
-    ("do_sample", "script"),
+    ("kind", "rows", "do_sample", "script"),
     [
-        pytest.param(False, right(3), id="greedy, chains"),
-        pytest.param(True, second_child_right, id="sampled, trees"),
+        ("llama", 3, True, second_child_right),
+        ("gemma3", 1, False, right(3)),
+        ("llama, static", 1, True, second_child_right),
+        ("gemma3, static", 3, False, right(3)),
     ],
 )
-@pytest.mark.parametrize("where", ["processor", "criterion", "streamer", "forward"])
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "llama, static", "gemma3, static"])
-def test_a_call_that_raises(kind: str, do_sample: bool, rows: int, where: str, script: Any) -> None:
+def test_a_call_that_raises(kind: str, rows: int, do_sample: bool, where: str, script: Any) -> None:
     """At every token of two steps: generator and model as plain leaves them, and a usable cache."""
     name, _, is_static = kind.partition(", ")
     model, call = smallest(name), {"do_sample": do_sample, **SETTINGS, "input_ids": prompt(rows)}
@@ -206,8 +206,7 @@ def test_a_call_that_raises(kind: str, do_sample: bool, rows: int, where: str, s
 
 
 @pytest.mark.parametrize("engine", ["walk", "device"])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize(("name", "do_sample"), [("llama", True), ("gemma3", False)])
 def test_a_streamer_that_raises_where_rows_are_apart(
     do_sample: bool, name: str, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,8 +234,7 @@ def test_a_streamer_that_raises_where_rows_are_apart(
     assert speculated(model).engine == engine
 
 
-@pytest.mark.parametrize("where", ["processor", "criterion", "streamer"])
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("where", "rows"), [("processor", 1), ("criterion", 3), ("streamer", 3)])
 def test_a_decoder_beside_an_encoder(rows: int, where: str) -> None:
     """What the encoder left in the cache stays, and the decoder's part holds whole steps."""
     model = tiny("bart").double()

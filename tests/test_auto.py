@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tqdm
+
+import lookahead_hf
 
 SOURCE = """
 import sys
@@ -18,7 +25,7 @@ print("lookahead_hf.hook" in sys.modules and GenerationMixin.generate is
 """
 
 SPECULATING = """
-import lookahead_hf.auto
+import lookahead_hf
 from tests.helpers.calls import run
 from tests.helpers.models import tiny
 model = tiny("llama")
@@ -29,32 +36,51 @@ for settings in ({}, {"speculative": False}, {"speculative": True}):
 """
 
 
-def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lookahead_hf.auto", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "program.py").write_text(SOURCE)
     (tmp_path / "beside.py").write_text("FOUND = True")
-    return tmp_path
+    (tmp_path / "generates.py").write_text(SPECULATING)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    yield
+    sys.modules.pop("beside", None)
+    lookahead_hf.disable_everywhere()
 
 
-@pytest.mark.parametrize("name", ["program.py", "program"])
-def test_a_file_and_a_module(folder: Path, name: str) -> None:
-    done = run(folder, name, "--gen_kwargs", "speculative=True")
-    assert done.returncode == 0, done.stderr
-    first, second = done.stdout.splitlines()
+def imported(monkeypatch: pytest.MonkeyPatch, switch: str = "") -> Any:
+    """The module, as a process finds it that has this switch in its environment."""
+    monkeypatch.setenv("LOOKAHEAD_HF", switch)
+    monkeypatch.delitem(sys.modules, "lookahead_hf.auto", raising=False)
+    return importlib.import_module("lookahead_hf.auto")
+
+
+def assert_ran(shown: str) -> None:
+    first, second = shown.splitlines()
     assert first.startswith("__main__ ['--gen_kwargs', 'speculative=True']")
     assert first.endswith("True") and second == "True"
 
 
-def test_a_command(folder: Path) -> None:
-    done = run(folder, "pytest", "--version")
+def test_a_file() -> None:
+    command = [sys.executable, "-m", "lookahead_hf.auto", "program.py"]
+    root = {"PYTHONPATH": str(Path(__file__).parents[1])}
+    command += ["--gen_kwargs", "speculative=True"]
+    done = subprocess.run(command, env=os.environ | root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("pytest ")
+    assert_ran(done.stdout)
+
+
+def test_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    imported(monkeypatch).run_program(["program", "--gen_kwargs", "speculative=True"])
+    assert_ran(capsys.readouterr().out)
+
+
+def test_a_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        imported(monkeypatch).run_program(["tqdm", "--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"{tqdm.__version__}\n"
 
 
 @pytest.mark.parametrize(
@@ -65,14 +91,11 @@ def test_one_switch_makes_every_model_speculate(
     variable: str,
     words: tuple[str, ...],
     speculates: bool,
-    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv("LOOKAHEAD_HF", variable)
-    (folder / "generates.py").write_text(SPECULATING)
-    done = run(folder, *words, "generates.py")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [str(speculates), "False", "True"]
+    imported(monkeypatch, variable).run_program([*words, "generates.py"])
+    assert capsys.readouterr().out.split() == [str(speculates), "False", "True"]
 
 
 WRONG = {
@@ -85,25 +108,14 @@ WRONG = {
 }
 """Words that name no program, and what is said about them."""
 
-TRYING = """
-import sys
-from lookahead_hf.auto import run_program
-for words in sys.argv[1:]:
-    try:
-        run_program(words.split())
-    except SystemExit as end:
-        print(str(end).splitlines()[0])
-"""
+
+def test_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    auto = imported(monkeypatch)
+    for words, shown in WRONG.items():
+        with pytest.raises(SystemExit, match=f"^{shown}"):
+            auto.run_program(words.split())
 
 
-def test_no_program(folder: Path) -> None:
-    assert run(folder).returncode == 1
-    command = [sys.executable, "-c", TRYING, *WRONG]
-    tried = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
-    for said, shown in zip(tried.stdout.splitlines(), WRONG.values(), strict=True):
-        assert said.startswith(shown)
-
-
-def test_a_switch_that_is_not_known(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOOKAHEAD_HF", "yes")
-    assert "LOOKAHEAD_HF=yes: set it to 1, 0 or a preset" in run(folder, "program").stderr
+def test_a_switch_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="LOOKAHEAD_HF=yes: set it to 1, 0 or a preset"):
+        imported(monkeypatch, "yes")

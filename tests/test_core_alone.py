@@ -30,12 +30,16 @@ from lookahead_hf.call.execution import NO_ENGINE
 from tests.helpers.agreement import Tally, compare
 from tests.helpers.architectures import build
 from tests.helpers.models import prompt
-from tests.helpers.random_calls import REPEATABLE, calls, smallest
+from tests.helpers.random_calls import HYBRIDS, REPEATABLE, calls, smallest
 
 tally, ways = Tally(), set()
 
+def is_of_core(call):
+    is_plain = call.drafting != "pool" and call.model not in HYBRIDS and call.compiled is True
+    return is_plain and call.way in ("call", "threads")
+
 @settings(REPEATABLE, max_examples=40)
-@given(call=calls().filter(lambda call: call.drafting != "pool"))
+@given(call=calls().filter(is_of_core))
 def agrees(call):
     compare(call, tally)
     stats = lookahead_hf.last_stats(call.target)

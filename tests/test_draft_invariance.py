@@ -4,59 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-import torch
-
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.drafting.session import INVARIANT_WIDTH
-from tests.helpers.compared import reason_of, served, speculated
+from tests.helpers.compared import reason_of, speculated
 from tests.helpers.models import prompt, tiny
-from tests.helpers.real_texts import encode, load_real_model, texts
 from tests.helpers.scripted import RandomTrees, continuations, scripted
-
-DRAFTED: tuple[dict[str, Any], ...] = (
-    {"drafters": ("ngram",), "budget": 15},
-    {"drafters": ("recycling",), "budget": 64},
-    {"drafters": ("ngram", "recycling"), "budget": 3},
-    {},
-)
-
-
-@pytest.fixture(scope="module")
-def loaded() -> tuple[Any, Any]:
-    return load_real_model(torch.bfloat16)
-
-
-def generated(model: Any, fields: dict[str, Any], **kwargs: Any) -> tuple[list[list[int]], int]:
-    """The text, and how many draft tokens were accepted."""
-    torch.manual_seed(3)
-    config = SpeculativeConfig(draft_invariant=True, **fields)
-    output = model.generate(**kwargs, speculative=config)
-    return output.tolist(), served(model).num_accepted
-
-
-def assert_one_text(model: Any, drafted: tuple[dict[str, Any], ...], **call: Any) -> None:
-    """The text without drafts is that of all these settings, and all of them speculate."""
-    without, accepted = generated(model, {"budget": 0}, **call)
-    assert accepted == 0
-    for fields in drafted:
-        text, accepted = generated(model, fields, **call)
-        assert text == without, fields
-        assert accepted > 0, fields
-
-
-def test_five_drafters_one_text(loaded: tuple[Any, Any]) -> None:
-    model, tokenizer = loaded
-    ragged = encode(tokenizer, texts(per_family=1, longest=400)[:2])
-    assert_one_text(model, DRAFTED, **ragged, max_new_tokens=48, do_sample=False)
-
-
-def test_one_sample_for_a_seed(loaded: tuple[Any, Any]) -> None:
-    model, tokenizer = loaded
-    alone = encode(tokenizer, texts(per_family=1, longest=400)[:1])
-    sampled = {"do_sample": True, "temperature": 0.6}
-    assert_one_text(model, DRAFTED[1:3], **alone, **sampled, max_new_tokens=48)
 
 
 def shapes_of(model: Any, config: SpeculativeConfig) -> set[tuple[int, ...]]:

@@ -9,19 +9,22 @@ import lookahead_hf
 from tests.helpers.agreement import ABOUT, Tally, compare
 from tests.helpers.random_calls import (
     DRAFTING,
+    HYBRIDS,
     MODELS,
     PAIRS,
     REPEATABLE,
+    SHARED,
+    WAYS,
     RandomCall,
     calls,
     smallest,
 )
 
 
-@pytest.mark.parametrize("num_calls", [500, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_every_call_gets_what_plain_gives_it(
-    num_calls: int, caplog: pytest.LogCaptureFixture
+    request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 ) -> None:
+    num_calls = request.config.getoption("--random-calls")
     caplog.set_level("ERROR", "transformers")  # which warns of many a setting
     tally = Tally()
 
@@ -37,6 +40,8 @@ def test_every_call_gets_what_plain_gives_it(
     assert tally.num_moved > tally.num_calls / 5
     assert tally.num_raised < tally.num_calls / 10
     assert min(tally.engines["walk"], tally.engines["lockstep"]) > tally.num_calls / 10
-    kinds = "scripted", *MODELS, *PAIRS, *ABOUT
+    if num_calls < 500:
+        return
+    kinds = "scripted", *MODELS, *SHARED, *HYBRIDS, *PAIRS, *ABOUT, *WAYS
     assert [kind for kind in kinds if not tally.accepted[kind]] == []
     assert sum(tally.accepted[kind] for kind in DRAFTING[1:]) > 0

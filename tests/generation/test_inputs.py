@@ -25,12 +25,11 @@ def test_embeddings_beside_ids() -> None:
     compared(model, lambda: dict(call), 12)
 
 
-@pytest.mark.parametrize("pads", [0, 2])
-@pytest.mark.parametrize("name", ["mamba", "mamba2", "bloom", "bart", "gpt2", "lfm2"])
-def test_embeddings_without_ids(name: str, pads: int) -> None:
+@pytest.mark.parametrize("name", ["mamba2", "bloom"])
+def test_embeddings_without_ids(name: str) -> None:
     """Columns are those of the embeddings, also where the model has no positions."""
     model, mask = build(name), torch.ones(2, 12, dtype=torch.long)
-    mask[0, :pads] = 0
+    mask[0, :2] = 0
     embeds = model.get_input_embeddings()(prompt(2)).detach()
     call = {"inputs_embeds": embeds, "attention_mask": mask, **GREEDY}
     compared(model, lambda: dict(call), 0, RandomChains())
@@ -79,8 +78,7 @@ def test_what_plain_does_pass_on_is_left_to_it() -> None:
     assert model.generate(**call)[0, 12:].tolist() == [7] * 24
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("rows", "do_sample"), [(1, True), (3, False)])
 def test_guidance_by_a_negative_prompt(rows: int, do_sample: bool) -> None:
     """Its second, unconditional run sees every token once and in order."""
     inputs, negative = padded("left", rows), prompt(rows, 6, seed=5)

@@ -17,9 +17,10 @@ from tests.helpers.scripted import RandomTrees, continuations, scripted
 PADS = {"alone": (0,), "batch": (0, 0, 0), "padded": (0, 4, 2)}
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("kind", ["alone", "batch", "padded"])
-@pytest.mark.parametrize("attn", ["eager", "sdpa"])
+@pytest.mark.parametrize(
+    ("attn", "kind", "do_sample"),
+    [("eager", "alone", False), ("eager", "batch", True), ("sdpa", "padded", True)],
+)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gemma3n", "gemma4"])
 def test_every_entry(name: str, attn: str, kind: str, do_sample: bool) -> None:
     model, inputs = tiny(name, attn), left_padded(PADS[kind], seed=5)

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from transformers import EncoderDecoderCache
 
 import lookahead_hf
-from lookahead_hf import SpeculativeConfig
+from lookahead_hf import SpeculativeConfig, SpeculativeStats
 from tests.helpers.caches import CACHE, assert_same_cache
 from tests.helpers.compared import served
+from tests.helpers.compiled import in_threads
 from tests.helpers.fakes import Recorder
 from tests.helpers.models import prompt
 from tests.helpers.outputs import assert_close
-from tests.helpers.random_calls import (
-    MODELS,
-    RandomCall,
-)
+from tests.helpers.random_calls import PAIRS, RandomCall
 from tests.helpers.scripted import RandomTrees, Scripted, continuations, empty
+from tests.helpers.traces import check_trace
 
 
 @dataclass
@@ -38,7 +41,10 @@ class Tally:
 
 
 ABOUT: dict[str, Callable[[RandomCall], bool]] = {
-    "half": lambda call: call.is_half,
+    "bfloat16": lambda call: call.half == "bfloat16",
+    "float16": lambda call: call.half == "float16",
+    "prompts by kernels": lambda call: call.compiled == "everywhere",
+    "eager": lambda call: call.attn == "eager",
     "autocast": lambda call: call.autocast == "bfloat16",
     "autocast to float16": lambda call: call.autocast == "float16",
     "invariant": lambda call: call.draft_invariant,
@@ -51,57 +57,128 @@ ABOUT: dict[str, Callable[[RandomCall], bool]] = {
     "edited text": lambda call: "edits" in call.own,
     "edited token": lambda call: call.stop is not None and call.stop[0] == "edits",
     "allowed tokens": lambda call: "prefix_allowed_tokens" in call.settings,
+    "traced": lambda call: call.trace and call.way == "call",
+    "traced on a device": lambda call: call.trace and call.way == "device",
+    "in turn": lambda call: call.way == "queue" and len(call.prompt) > call.max_slots,
 }
 """What must be among the calls that speculate."""
 
 
 def compare(call: RandomCall, tally: Tally) -> None:
-    """Run all turns of a call both ways; both must return the same, or raise the same."""
+    """Run a call both ways; both must return the same, or raise the same."""
     tally.num_calls += 1
+    with warnings.catch_warnings(), way_of(call), lookahead_hf.enabled(call.target) as model:
+        warnings.simplefilter("ignore", UserWarning)  # what transformers says of some settings
+        (compare_requests if call.way == "queue" else compare_turns)(model, call, tally)
+
+
+@contextmanager
+def way_of(call: RandomCall) -> Iterator[None]:
+    """Let calls run on a stand-in for a device, if this one does."""
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        if call.way == "together":
+            patch.setattr("lookahead_hf.verification.select.pays_batched", lambda _, rows: rows > 1)
+        elif call.way in ("device", "graphs"):
+            device = importlib.import_module("tests.helpers.device")
+            patch.setattr("lookahead_hf.engines.cuda.graphs.WIDTHS", (16, 4, 1))
+            stack.enter_context((device.taped if call.way == "graphs" else device.on_device)(patch))
+        yield
+
+
+def compare_turns(model: Any, call: RandomCall, tally: Tally) -> None:
+    """Compare all turns of a call of `generate`."""
     ids = torch.tensor(call.prompt)
     plain_cache, our_cache = call.new_cache(), call.new_cache()
     addresses: list[int] = []
-    with lookahead_hf.enabled(call.target) as model, call.cast():
-        for turn in range(max(1, call.turns)):
-            seed = call.seed + turn
-            undrafted = {"speculative": configuration(call, Scripted([[]] * 16, empty))}
-            extra = undrafted if call.is_rounded else {}
-            plain = run(model, call.arguments(ids), seed, plain_cache, **extra)
-            truths = [[]] * 16
-            if not plain.error:
-                truths = continuations(plain.sequences, call.columns(ids))
-            extra = drafted(call, truths, turn)
-            ours = run(model, call.arguments(ids), seed, our_cache, **extra)
+    for turn in range(max(1, call.turns)):
+        undrafted = {"speculative": configuration(call, Scripted([[]] * 16, empty))}
+        extra = undrafted if call.is_rounded else {}
+        plain = run(model, call, ids, call.seed + turn, plain_cache, **extra)
+        truths = [[]] * 16
+        if not plain.error:
+            truths = continuations(plain.sequences, call.columns(ids))
+        speculate = partial(speculated, model, call, ids, turn, our_cache, truths)
+        found = in_threads(speculate, speculate) if call.way == "threads" else [speculate()]
+        for ours in found:
             assert ours.error == plain.error
-            if plain.error:
-                tally.num_raised += 1
-                return
-            assert_same(ours, plain, call)
-            count(model, tally, call)
-            if call.is_static:  # whose tensors stay where they are
-                now = [layer.keys.data_ptr() for layer in our_cache.layers]
-                addresses = addresses or now
-                assert now == addresses
-            more = prompt(len(plain.sequences), 3, seed=call.seed)
-            ids = torch.cat([plain.sequences, more], 1)
+            if not plain.error:
+                assert_same(ours, plain, call)
+        if plain.error:
+            tally.num_raised += 1
+            return
+        count(served(model), tally, call)
+        if call.trace:
+            check_trace(served(model), truths)
+        if call.is_static:  # whose tensors stay where they are
+            layers = (layer for layer in our_cache.layers if layer.keys is not None)
+            now = [layer.keys.data_ptr() for layer in layers]
+            addresses = addresses or now
+            assert now == addresses
+        more = prompt(len(plain.sequences), 3, seed=call.seed)
+        ids = torch.cat([plain.sequences, more], 1)
 
 
-def drafted(call: RandomCall, truths: list[list[int]], turn: int) -> dict[str, Any]:
-    """What a call adds to plain's arguments; `truths` is what plain writes, per row."""
+def compare_requests(model: Any, call: RandomCall, tally: Tally) -> None:
+    """Compare each text of a queue with that of `generate` for its prompt alone."""
+    requests = importlib.import_module("tests.helpers.requests")
+    masks = call.mask or [[1] * len(row) for row in call.prompt]
+    rows = zip(call.prompt, masks, strict=True)
+    texts = [[token for token, kept in zip(*row, strict=True) if kept] for row in rows]
+    settings = dict(call.settings)
+    settings.pop("prefix_allowed_tokens", None)
+    config = requests.settings(model, max_new_tokens=call.max_new_tokens, **settings)
+
+    def objects() -> dict[str, Any]:
+        given = call.arguments(torch.tensor(call.prompt))
+        return {name: given[name] for name in OBJECTS if name in given}
+
+    try:
+        plain = [
+            requests.alone(model, text, config, at, **objects()) for at, text in enumerate(texts)
+        ]
+    except ERRORS:
+        tally.num_raised += 1
+        return
+    lookahead_hf.set_default(model, configuration(call))
+    with requests.running(model, config, max_slots=call.max_slots) as manager:
+        with manager.pause():
+            names = [manager.add_request(text, **objects()) for text in texts]
+        found = requests.results(manager, len(texts))
+    assert [found[name].generated_tokens for name in names] == plain
+    for name in names:
+        count(found[name].speculative_stats, tally, call)
+
+
+def speculated(
+    model: Any,
+    call: RandomCall,
+    ids: torch.Tensor,
+    turn: int,
+    cache: Any,
+    truths: list[list[int]],
+) -> Ran:
+    """Run one turn of a call with drafts; `truths` is what plain writes, per row."""
+    extra: dict[str, Any] = {"speculative": configuration(call)}
     if call.drafting == "scripted":
         drafter = Scripted(truths, RandomTrees(call.drafts + turn))
-        return {"speculative": configuration(call, drafter)}
-    if call.drafting == "prediction":
-        first = truths[0]
-        return {"speculative": configuration(call), "prediction": first[:3] + first[4:]}
-    if call.drafting == "default":
-        return {"speculative": configuration(call)}
-    return {"speculative": configuration(call, call.drafting)}
+        extra = {"speculative": configuration(call, drafter)}
+    elif call.drafting == "prediction":
+        extra["prediction"] = truths[0][:3] + truths[0][4:]
+    elif call.drafting == "pool":
+        extra = {"speculative": configuration(call, "pool")}
+    return run(model, call, ids, call.seed + turn, cache, **extra)
 
 
 def configuration(call: RandomCall, *drafters: Any) -> SpeculativeConfig:
-    fields = {"budget": call.budget, "draft_invariant": call.draft_invariant}
-    return SpeculativeConfig(drafters or None, learn="pool" in drafters, **fields)
+    return SpeculativeConfig(
+        drafters or None,
+        learn="pool" in drafters,
+        budget=call.budget,
+        draft_invariant=call.draft_invariant,
+        compiled_layers=call.compiled,
+        cuda_graphs=call.way == "graphs",
+        trace=call.trace,
+    )
 
 
 @dataclass
@@ -119,21 +196,27 @@ class Ran:
         return self.output if isinstance(self.output, torch.Tensor) else self.output.sequences
 
 
-def run(model: Any, arguments: dict[str, Any], seed: int, cache: Any, **ours: Any) -> Ran:
-    streamer, output, error = Recorder(), None, None
+def run(model: Any, call: RandomCall, ids: torch.Tensor, seed: int, cache: Any, **ours: Any) -> Ran:
+    """Run one turn of a call, on a cache of the caller's if there is one."""
+    arguments, streamer, output, error = call.arguments(ids), Recorder(), None, None
     if cache is not None:
         arguments[CACHE] = cache
     torch.manual_seed(seed)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # what transformers says of some settings
+    with call.cast():  # which is a thread's own
         try:
             output = model.generate(**arguments, streamer=streamer, **ours)
-        except (RuntimeError, ValueError, TypeError, IndexError) as raised:
+        except ERRORS as raised:
             error = f"{type(raised).__name__}: {raised}"
     if cache is None and output is not None and not isinstance(output, torch.Tensor):
         cache = output[CACHE]
     return Ran(output, error, streamer.events, torch.get_rng_state(), cache)
 
+
+ERRORS = (RuntimeError, ValueError, TypeError, IndexError)
+"""What plain `generate` may raise at settings that do not go together."""
+
+OBJECTS = ("logits_processor", "prefix_allowed_tokens_fn")
+"""What a request may bring beside settings."""
 
 OUTPUT = ("scores", "logits", "hidden_states")
 
@@ -154,18 +237,18 @@ def assert_columns(ours: Any, plain: Any, call: RandomCall) -> None:
     """The same columns, wherever a column is attended."""
     if isinstance(plain, EncoderDecoderCache):
         ours, plain = ours.self_attention_cache, plain.self_attention_cache
-    mask = torch.ones(len(plain.layers[0].keys), int(plain.get_seq_length()))
-    if call.mask is not None and call.model in MODELS:
+    rows = next(len(layer.keys) for layer in plain.layers if hasattr(layer, "keys"))
+    mask = torch.ones(rows, int(plain.get_seq_length()))
+    if call.mask is not None and call.model not in PAIRS:
         given = torch.tensor(call.mask).repeat_interleave(len(mask) // len(call.mask), 0)
         mask[:, : given.shape[1]] = given
     assert_same_cache(ours, plain, mask, atol=1e-6, rtol=1e-6)
 
 
-def count(model: Any, tally: Tally, call: RandomCall) -> None:
-    stats = served(model)
+def count(stats: SpeculativeStats, tally: Tally, call: RandomCall) -> None:
     tally.num_accepted += stats.num_accepted
     tally.num_moved += stats.num_moved
     tally.engines[stats.engine] += 1
     about = [name for name, holds in ABOUT.items() if holds(call)]
-    for name in (call.model, call.drafting, *about):
+    for name in (call.model, call.drafting, call.way, *about):
         tally.accepted[name] += stats.num_accepted

@@ -1,13 +1,18 @@
-"""Runs a program of benchmarks/ as its users do, on a tiny model without a GPU."""
+"""Runs a program of benchmarks/ by its command line, in this process, on a tiny model."""
 
 from __future__ import annotations
 
+import io
 import json
-import os
-import subprocess
+import runpy
 import sys
+import warnings
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+import torch
 
 from tests.helpers import models
 
@@ -16,15 +21,18 @@ ROOT = Path(__file__).parents[2]
 
 def printed(name: str, options: str) -> str:
     """Run `benchmarks/<name>.py` with these options; return what it prints."""
-    done = subprocess.run(
-        [sys.executable, f"benchmarks/{name}.py", *options.split()],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    file, said, threads = ROOT / "benchmarks" / f"{name}.py", io.StringIO(), torch.get_num_threads()
+    with (
+        mock.patch.object(sys, "argv", [str(file), *options.split()]),
+        redirect_stdout(said),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # a program shows them and goes on
+        try:
+            runpy.run_path(str(file), run_name="__main__")
+        finally:
+            torch.set_num_threads(threads)
+    return said.getvalue()
 
 
 def run_program(name: str, folder: Path, options: str) -> list[dict[str, Any]]:

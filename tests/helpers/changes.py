@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lookahead_hf.model import compat
 from tests.helpers.compiled import Lora
 
 
@@ -48,6 +49,81 @@ def given_a_bias(model: Any) -> None:
 
 def hooked(model: Any) -> None:
     model.model.layers[1].mlp.up_proj.register_forward_hook(lambda m, args, out: out * 2)
+
+
+def switched(model: Any) -> None:
+    lora_of(model).is_on = False
+
+
+def moved_on(model: Any) -> None:
+    """As an optimiser's step does."""
+    with torch.no_grad():
+        lora_of(model).base.weight.mul_(-1.0)
+
+
+def transposed(model: Any) -> None:
+    """Other strides at the same address."""
+    weight = model.model.layers[1].self_attn.o_proj.weight
+    weight.data = weight.data.T
+
+
+def expanded(model: Any) -> None:
+    weight = model.model.layers[2].self_attn.o_proj.weight
+    weight.data = weight.data[:1].expand(len(weight), -1)
+
+
+def replaced_module(model: Any) -> None:
+    model.model.layers[1].mlp.up_proj = nn.Linear(48, 96, bias=False)
+    model.model.layers[1].mlp.up_proj.weight.data.fill_(0.1)
+
+
+def adapted_later(model: Any) -> None:
+    attended = model.model.layers[2].self_attn
+    attended.k_proj = type(lora_of(model))(attended.k_proj)
+
+
+def pre_hooked(model: Any) -> None:
+    layer = model.model.layers[1].mlp.up_proj
+    layer.register_forward_pre_hook(
+        lambda m, args, kwargs: ((args[0] * 2,), kwargs), with_kwargs=True
+    )
+
+
+def replaced_forward(model: Any) -> None:
+    """As accelerate does for its own hooks."""
+    layer = model.model.layers[1].mlp.down_proj
+    layer.forward = lambda x: nn.functional.linear(x, layer.weight) * 2
+
+
+def other_class(model: Any) -> None:
+    class Doubled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 2
+
+    model.model.layers[1].mlp.up_proj.__class__ = Doubled
+
+
+def rescaled(model: Any) -> None:
+    model.model.layers[2].self_attn.scaling *= 3
+
+
+def other_epsilon(model: Any) -> None:
+    model.model.layers[2].input_layernorm.variance_epsilon = 0.5
+
+
+def other_activation(model: Any) -> None:
+    model.model.layers[2].mlp.act_fn = nn.Tanh()
+
+
+def called_in_another_way(model: Any) -> None:
+    """As `torch.compile` does for a module."""
+    mlp = model.model.layers[1].mlp
+    vars(mlp)[compat.CALL] = lambda x: 1.3 * compat.own_call(mlp, x)
+
+
+def swapped_layers(model: Any) -> None:
+    first, second = model.model.layers[1].mlp, model.model.layers[2].mlp
+    model.model.layers[1].mlp, model.model.layers[2].mlp = second, first
 
 
 # Changes to a small Llama without an adapter, each of which the model's own code can run.
@@ -149,3 +225,16 @@ ODD = (
 
 BREAKING = (doubled, freed, shrunk)
 """Changes after which it does not."""
+
+CHANGES = (
+    switched, moved_on, replaced_parameter, replaced_data, merged, transposed, expanded,
+    replaced_module, adapted_later, given_a_bias, hooked, pre_hooked, replaced_forward, other_class,
+    rescaled, other_epsilon, other_activation, called_in_another_way, swapped_layers, *ODD,
+)  # fmt: skip
+"""Changes to an adapted Llama, all of which the next forward must see."""
+
+IN_PLACE = (moved_on, refilled)
+"""Those that may leave all objects and addresses as they are."""
+
+IN_DESCRIPTION = (transposed, expanded, other_class, negated_view, quantised)
+"""Those of the strides, the sign or the class of what stays in its place."""

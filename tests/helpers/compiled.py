@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -95,20 +95,7 @@ class Lora(nn.Module):
         self.is_on = False
 
 
-def in_threads(*calls: Callable[[], Any]) -> None:
-    """Run calls at once, each in a thread of its own; raise what they raise."""
-    errors: list[BaseException] = []
-
-    def guarded(call: Callable[[], Any]) -> None:
-        try:
-            call()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(call,)) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for error in errors:
-        raise error
+def in_threads(*calls: Callable[[], Any]) -> list[Any]:
+    """Run calls at once, each in a thread of its own; return what they return, in their order."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result() for future in [pool.submit(call) for call in calls]]

@@ -19,6 +19,7 @@ from transformers import (
     SynthIDTextWatermarkingConfig,
 )
 
+from tests.helpers.architectures import build
 from tests.helpers.models import VOCAB, characters, tiny
 from tests.helpers.users_parts import CRITERIA, PROCESSORS, Allowed
 
@@ -28,6 +29,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_layer": 2},
     "gemma3": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
 }
+SHARED = ("gemma3n", "gemma4")
+"""Models whose last layers read the keys and values of earlier ones."""
+HYBRIDS = ("lfm2",)
+"""Models with states that cannot be rolled back by their length."""
+NOT_STATIC = (*HYBRIDS, "gemma4")
+"""Models that no random call gives a static cache: hybrid ones fall back, and a batch of gemma4
+writes another text there than plain, which is a fault of ours."""
 PAIRS = ("bart", "t5")
 """Encoder-decoder models."""
 
@@ -43,6 +51,10 @@ REPEATABLE = settings(
 DRAFTING = ("scripted", "default", "pool", "prediction")
 """Who drafts: random trees around plain's text, or a drafter of ours."""
 
+WAYS = ("call", "together", "device", "graphs", "threads", "queue")
+"""How a call runs: on the host, where processors see one row or all rows at a time, in the steps of
+a device, with graphs or without, on two threads at once, or as requests of a queue."""
+
 LONGEST = 128
 """Columns of a static cache of the caller's."""
 
@@ -52,28 +64,28 @@ CHUNKS_BEHIND_A_TEXT = version.parse(transformers.__version__) >= version.parse(
 
 
 @cache
-def smallest(name: str, dtype: torch.dtype = torch.float64) -> Any:
+def smallest(name: str, dtype: torch.dtype = torch.float64, attn: str = "sdpa") -> Any:
     """A model of a few layers.
 
     In double precision a block and single tokens differ by so little that nothing is left of it in
     the float32 scores that tokens are chosen by: what differs in a random call is never a near tie.
     """
     if name in PAIRS:
-        return tiny(name, "sdpa").to(dtype)
-    model = tiny(name, **MODELS[name]).to(dtype)
+        return tiny(name, attn).to(dtype)
+    model = build(name) if name in HYBRIDS else tiny(name, attn, **MODELS.get(name, {}))
     model.generation_config.pad_token_id = None
-    return model
+    return model.to(dtype)
 
 
 @dataclass(frozen=True)
 class RandomCall:
     """One call, or two turns on one cache.
 
-    In bfloat16 and under autocast a block rounds otherwise than single tokens do. Then the text
-    must be that of the same blocks without drafts.
+    In half precision and under autocast a block rounds otherwise than single tokens do. Then the
+    text must be that of the same blocks without drafts.
     """
 
-    model: str  # one of `MODELS` or `PAIRS`
+    model: str  # one of `MODELS`, `SHARED`, `HYBRIDS` or `PAIRS`
     prompt: list[list[int]]  # token ids, rows of one length
     mask: list[list[int]] | None
     max_new_tokens: int
@@ -85,23 +97,32 @@ class RandomCall:
     spacing: int = 0  # between the positions that the caller gives, 0 where it gives none
     turns: int = 0  # one or two on a cache of the caller's, 0 where the caller brings none
     is_static: bool = False  # the caller's cache
-    is_half: bool = False  # whether the model is in bfloat16
+    attn: str = "sdpa"  # or "eager"
+    half: str | None = None  # the type of a model in half precision
+    compiled: bool | str = True  # which parts of such a model kernels may compute
     autocast: str | None = None  # the type that `torch.autocast` computes a float32 model in
     seed: int = 0  # of the sampling
     drafting: str = "scripted"  # one of `DRAFTING`
     drafts: int = 0  # seed of the draft trees
     budget: int = 8  # most draft tokens per row and step
     draft_invariant: bool = False
+    trace: bool = False
+    way: str = "call"  # one of `WAYS`
 
     @property
     def target(self) -> Any:
-        wide = torch.float32 if self.autocast else torch.float64
-        return smallest(self.model, torch.bfloat16 if self.is_half else wide)
+        wide = "float32" if self.autocast else "float64"
+        return smallest(self.model, getattr(torch, self.half or wide), self.attn)
 
     @property
     def is_rounded(self) -> bool:
         """Whether a block is rounded otherwise than single tokens."""
-        return self.is_half or self.autocast is not None
+        return self.half is not None or self.autocast is not None
+
+    @property
+    def max_slots(self) -> int:
+        """Requests of a queue that are decoded at once."""
+        return 1 + self.seed % 3
 
     def cast(self) -> Any:
         """What the call runs in."""
@@ -129,7 +150,8 @@ class RandomCall:
         if self.spacing:
             given["position_ids"] = self.spacing * (mask.cumsum(1) - 1).clamp(min=0)
         if given.pop("prefix_allowed_tokens", False):
-            given["prefix_allowed_tokens_fn"] = Allowed(draws=self.settings["do_sample"])
+            draws = self.settings["do_sample"] and self.way != "queue"
+            given["prefix_allowed_tokens_fn"] = Allowed(draws)
         if self.own:
             made = [PROCESSORS[name]() for name in self.own]
             given["logits_processor"] = LogitsProcessorList(made)
@@ -201,52 +223,90 @@ _DECODER_ONLY: dict[str, st.SearchStrategy[Any]] = {
         ["static", "sliding_window", "hybrid", "hybrid_chunked", "dynamic"]
     ),
 }
+_ON_DEVICE = (
+    *("repetition_penalty", "suppress_tokens", "begin_suppress_tokens", "min_length"),
+    *("min_new_tokens", "temperature", "top_k", "top_p", "min_p"),
+)
+"""Settings that a device can apply to the nodes of a tree."""
+_ATTENTION = st.sampled_from(["sdpa"] * 4 + ["eager"])
 _OUTPUT = ("output_scores", "output_logits", "output_hidden_states")
 
 
 @st.composite
 def calls(draw: st.DrawFn) -> RandomCall:
     """Any call that is served."""
+    way = draw(st.sampled_from([*WAYS[:1] * 14, *WAYS]))
+    if way == "queue":
+        return draw(_requests())
     rows, length = draw(st.integers(1, 4)), draw(st.integers(1, 14))
-    model = draw(st.sampled_from([*sorted(MODELS), *sorted(MODELS), *PAIRS]))
-    turns = 0 if model in PAIRS else draw(st.sampled_from([0, 0, 0, 1, 2]))
+    others = (*SHARED, *HYBRIDS, *PAIRS)
+    model = draw(st.sampled_from([*sorted(MODELS) * 2, *others]))
+    turns = 0 if model in PAIRS or way == "threads" else draw(st.sampled_from([0, 0, 0, 1, 2]))
     prompt = [draw(_text(length)) for _ in range(rows)]
     own = draw(st.lists(st.sampled_from(sorted(PROCESSORS)), max_size=2, unique=True))
     stops = st.tuples(st.sampled_from(sorted(CRITERIA)), _tokens)
     strings = st.lists(st.text([chr(33 + t) for t in range(3, 20)], min_size=1, max_size=2))
-    settings = draw(_settings(rows if turns == 0 else 4, model in PAIRS))
+    settings = draw(_settings(rows if turns == 0 else 4, model, way))
     if turns:
         settings.pop("cache_implementation", None)  # which makes a cache
     if turns > 1 and not CHUNKS_BEHIND_A_TEXT:
         settings.pop("prefill_chunk_size", None)
-    is_half = draw(st.integers(0, 7)) == 0
+    half = draw(st.sampled_from([None] * 7 + ["bfloat16", "float16"]))
     casts = st.sampled_from([None] * 6 + ["bfloat16", "float16"])
-    autocast = None if is_half else draw(casts)
+    autocast = None if half else draw(casts)
     drafting = draw(st.sampled_from([*DRAFTING[:1] * 20, *DRAFTING[1:]]))
     # Drafters of ours find something in longer texts only.
     most = st.one_of(st.integers(1, 8), st.integers(1, 24))
     lengths = most if drafting == "scripted" else st.integers(16, 24)
     has_positions = turns == 0 and model in MODELS and draw(st.integers(0, 7)) == 0
+    on_device = way in ("device", "graphs")  # which is left for parts that nobody knows
+    own = own if draw(st.integers(0, 3)) == 0 and not on_device else []
+    stop = draw(stops) if draw(st.integers(0, 4)) == 0 and not on_device else None
+    mask = draw(_mask(rows, length))
     return RandomCall(
         model=model,
         prompt=prompt,
-        mask=draw(_mask(rows, length)),
+        mask=mask,
         max_new_tokens=draw(lengths),
         settings=settings,
-        own=own if draw(st.integers(0, 3)) == 0 else [],
-        stop=draw(stops) if draw(st.integers(0, 4)) == 0 else None,
+        own=[name for name in own if way != "threads" or name != "draws"],
+        stop=stop,
         stop_strings=draw(strings) or None if draw(st.integers(0, 7)) == 0 else None,
-        embeds=turns == 0 and draw(st.integers(0, 9)) == 0,
+        embeds=turns == 0 and model not in SHARED and draw(st.integers(0, 9)) == 0,
         spacing=draw(st.integers(1, 3)) if has_positions else 0,
         turns=turns,
-        is_static=turns > 0 and draw(st.integers(0, 2)) == 0,
-        is_half=is_half,
+        is_static=turns > 0 and model not in NOT_STATIC and draw(st.integers(0, 2)) == 0,
+        attn="sdpa" if model in SHARED or _hides(mask) else draw(_ATTENTION),
+        half=half,
+        compiled=draw(st.sampled_from([True, "everywhere", False])) if half else True,
         autocast=autocast,
         seed=draw(st.integers(0, 999)),
         drafting=drafting,
         drafts=draw(st.integers(0, 999)),
         budget=draw(st.sampled_from([8, 64])) if drafting == "scripted" else 8,
-        draft_invariant=is_half or autocast is not None or draw(st.integers(0, 5)) == 0,
+        draft_invariant=bool(half or autocast) or draw(st.integers(0, 5)) == 0,
+        trace=drafting == "scripted" and draw(st.integers(0, 2)) == 0,
+        way=way,
+    )
+
+
+@st.composite
+def _requests(draw: st.DrawFn) -> RandomCall:
+    """Requests of a queue, which have a prompt each."""
+    rows, length = draw(st.integers(1, 5)), draw(st.integers(1, 14))
+    own = draw(st.lists(st.sampled_from(sorted(set(PROCESSORS) - {"draws"})), max_size=1))
+    return RandomCall(
+        model=draw(st.sampled_from([*sorted(MODELS)])),
+        prompt=[draw(_text(length)) for _ in range(rows)],
+        mask=draw(_mask(rows, length)),
+        max_new_tokens=draw(st.integers(12, 24)),
+        settings=draw(_settings(4, "llama", "queue")),
+        own=own,
+        attn=draw(_ATTENTION),
+        seed=draw(st.integers(0, 999)),
+        drafting="default",
+        budget=draw(st.integers(4, 9)),
+        way="queue",
     )
 
 
@@ -272,11 +332,24 @@ def _mask(draw: st.DrawFn, rows: int, length: int) -> list[list[int]] | None:
     return mask
 
 
+def _hides(mask: list[list[int]] | None) -> bool:
+    """Whether a column is hidden, which plain's eager attention may make NaN in float64."""
+    return mask is not None and not all(map(all, mask))
+
+
 @st.composite
-def _settings(draw: st.DrawFn, rows: int, is_pair: bool) -> dict[str, Any]:
+def _settings(draw: st.DrawFn, rows: int, model: str, way: str) -> dict[str, Any]:
     """Arguments of `generate` for at most four rows."""
-    do_sample = draw(st.booleans())
-    known = {**_BOTH_WAYS, **({} if is_pair else _DECODER_ONLY), **(_SAMPLED if do_sample else {})}
+    do_sample = draw(st.booleans()) and way != "threads"  # two would share the numbers
+    known = {**_BOTH_WAYS, **(_SAMPLED if do_sample else {})}
+    if way in ("device", "graphs"):
+        known = {name: known[name] for name in _ON_DEVICE if name in known}
+    elif way == "queue":
+        known = {name: known[name] for name in known if "encoder" not in name}
+    elif model not in PAIRS:
+        known |= _DECODER_ONLY
+    if model in NOT_STATIC:
+        known.pop("cache_implementation", None)
     settings: dict[str, Any] = {"do_sample": do_sample}
     if do_sample:
         settings["top_k"] = 0
@@ -290,7 +363,7 @@ def _settings(draw: st.DrawFn, rows: int, is_pair: bool) -> dict[str, Any]:
         settings["eos_token_id"] = draw(_token if eos == "one" else _tokens)
     if draw(st.booleans()):
         settings["pad_token_id"] = 0
-    if draw(st.integers(0, 3)) == 0:
+    if way not in ("device", "graphs", "queue") and draw(st.integers(0, 3)) == 0:
         settings["return_dict_in_generate"] = True
         settings |= dict.fromkeys(draw(st.sets(st.sampled_from(_OUTPUT))), True)
     return settings

@@ -115,13 +115,16 @@ def test_trees(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype)
     check(random_case(shape, dtype, device))
 
 
-@pytest.mark.parametrize("window", [1, 64, 150])
+@pytest.mark.parametrize("window", [1, 150])
 def test_window(device: torch.device, window: int) -> None:
     check(random_case(SHAPES[1], torch.float32, device) | {"window": window})
 
 
-@pytest.mark.parametrize("further", [{}, {"window": 150}], ids=str)
-@pytest.mark.parametrize("lengths", [[395, 310], [0, 130], [64, 257]], ids=str)
+@pytest.mark.parametrize(
+    ("lengths", "further"),
+    [([395, 310], {}), ([0, 130], {}), ([64, 257], {"window": 150})],
+    ids=str,
+)
 def test_programs_share_what_a_row_holds(
     device: torch.device,
     lengths: list[int],
@@ -141,7 +144,7 @@ def test_programs_share_what_a_row_holds(
     assert torch.equal(attention.tree_attention(**case), expected)
 
 
-@pytest.mark.parametrize("window", [2, 9, 130])
+@pytest.mark.parametrize("window", [2, 130])
 def test_window_by_column(device: torch.device, window: int) -> None:
     """Prompts with holes: their columns are listed, later ones follow from the row's pads."""
     case = random_case((2, 4, 2, 5, 32, 32, 300), torch.float32, device, [280, 190])

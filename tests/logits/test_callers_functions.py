@@ -9,10 +9,10 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import lookahead_hf
+from tests.helpers.calls import GREEDY, padded
 from tests.helpers.compared import compared
-from tests.helpers.models import VOCAB, prompt, tiny
-from tests.helpers.random_calls import smallest
-from tests.helpers.scripted import second_child_right
+from tests.helpers.models import prompt, tiny
+from tests.helpers.users_parts import EditsText
 
 
 class Returns(LogitsProcessor):
@@ -42,35 +42,18 @@ def test_a_processor_that_returns_no_scores_raises_plains_error(
     assert said[0] == said[1]
 
 
-class Budgeted:
-    """Allows tokens by the number of its calls and by the row; may draw random numbers."""
-
-    def __init__(self, draws: bool) -> None:
-        self.draws = draws
-        self.asked: list[tuple[int, list[int]]] = []
-
-    def __call__(self, row: int, ids: torch.Tensor) -> list[int]:
-        self.asked.append((row, ids.tolist()))
-        if self.draws:
-            torch.rand(())
-        first = len(self.asked) % 7
-        return list(range(3 + first, VOCAB, 2 + row))
-
-
-@pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_function_that_chooses_the_allowed_tokens(name: str, rows: int, do_sample: bool) -> None:
-    """It may count calls over all rows, or draw: a batch takes every step together."""
-    model = smallest(name)
-    call: dict[str, Any] = {"input_ids": prompt(rows), "max_new_tokens": 16, "pad_token_id": 0}
-    call |= {"do_sample": do_sample, "top_k": 0, "eos_token_id": [11, 12]}
-    asked: list[Budgeted] = []
+def test_other_processors_hold_the_prompt_that_is_edited(rows: int) -> None:
+    """`generate` gives it to them without a copy, and it is the caller's."""
+    call = {**GREEDY, "encoder_repetition_penalty": 0.1, "logits_processor": [EditsText()]}
+    prompts: list[torch.Tensor] = []
 
-    def given() -> dict[str, Any]:
-        asked.append(Budgeted(do_sample))
-        return {**call, "prefix_allowed_tokens_fn": asked[-1]}
+    def arguments() -> dict[str, Any]:
+        inputs = padded("left", rows)
+        prompts.append(inputs["input_ids"])
+        return {**inputs, **call}
 
-    stats = compared(model, given, 12, second_child_right).stats
-    assert asked[1].asked == asked[0].asked
-    assert stats.engine == ("walk" if rows == 1 else "lockstep")
+    compared(tiny("llama"), arguments, 14)
+    of_plain, of_ours = prompts
+    assert torch.equal(of_plain, of_ours)
+    assert not torch.equal(of_ours, padded("left", rows)["input_ids"])

@@ -224,10 +224,6 @@ def ended(child: Child) -> str:
     return child.reason()
 
 
-def test_the_last_line_of_a_failure_is_its_reason() -> None:
-    assert ended(Child(["no such group"])) == "no such group: KeyError: 'no such group'"
-
-
 def test_a_process_that_is_killed_says_so() -> None:
     child = Child(["drafting"])
     os.kill(child._process.pid, signal.SIGKILL)
@@ -254,7 +250,9 @@ def test_a_process_that_cannot_start_costs_the_functions(
         assert not group.ready() and not group.is_available()
 
 
-def test_it_imports_as_this_process_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_imports_as_this_process_does_and_its_last_line_is_the_reason_of_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / """some "folder's" {name}"""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(
@@ -262,7 +260,7 @@ def test_it_imports_as_this_process_does(tmp_path: Path, monkeypatch: pytest.Mon
     )
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])  # no import reads a Path
-    ended(Child(["no such group"]))
+    assert ended(Child(["no such group"])) == "no such group: KeyError: 'no such group'"
     assert (folder / "found").exists()
 
 

@@ -67,8 +67,10 @@ def state(model: Any) -> list[Any]:
     return [names, own, torch.backends.cuda.cudnn_sdp_enabled()]
 
 
-@pytest.mark.parametrize("is_nested", [False, True])
-@pytest.mark.parametrize("what", ["attention", "table", "bias", "cudnn"])
+@pytest.mark.parametrize(
+    ("what", "is_nested"),
+    [("attention", True), ("table", False), ("bias", False), ("cudnn", False)],
+)
 def test_an_interrupt_at_any_line(what: str, is_nested: bool) -> None:
     makes: dict[str, tuple[Any, Callable[[Any], AbstractContextManager[None]]]] = {
         "attention": (tiny("gemma3"), patched),

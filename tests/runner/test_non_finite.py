@@ -101,10 +101,8 @@ def check(
     return speculated(model)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("rows", "chains", "value"), [(1, False, NAN), (3, True, INF)])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt2"])
-@pytest.mark.parametrize("chains", [False, True])
-@pytest.mark.parametrize("value", [NAN, INF])
 def test_a_token_beside_the_text(
     name: str, rows: int, chains: bool, value: float, repeats: list[Any]
 ) -> None:
@@ -112,8 +110,7 @@ def test_a_token_beside_the_text(
     assert repeats
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("rows", "do_sample"), [(1, True), (3, False)])
 @pytest.mark.parametrize("engine", ["walk", "waves", "lockstep", "device", "graphs", "rejection"])
 def test_every_engine(
     engine: str,
@@ -146,9 +143,9 @@ def test_every_engine(
         assert stats.execution == "replayed"
 
 
-@pytest.mark.parametrize("value", [NAN, INF])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    ("dtype", "value", "rows"), [(torch.float16, INF, 1), (torch.bfloat16, NAN, 3)]
+)
 def test_half_precision(dtype: torch.dtype, value: float, rows: int, repeats: list[Any]) -> None:
     """Where the text does not depend on drafts, it is that of a call without any."""
     model, inputs = lookahead_hf.enable(tiny("llama").to(dtype)), inputs_of(rows)

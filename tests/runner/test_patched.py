@@ -61,8 +61,10 @@ def wrapped_part(model: Any, counter: CompileCounter) -> None:
     model.lm_head = torch.compile(model.lm_head, backend=counter)
 
 
-@pytest.mark.parametrize("engine", ["walk", "device"])
-@pytest.mark.parametrize("give", [whole, forward, layers, wrapped_part])
+@pytest.mark.parametrize(
+    ("give", "engine"),
+    [(whole, "walk"), (forward, "device"), (layers, "walk"), (wrapped_part, "device")],
+)
 def test_steps_run_uncompiled_code(
     give: Callable[[Any, CompileCounter], None],
     engine: str,

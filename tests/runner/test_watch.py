@@ -21,7 +21,9 @@ from lookahead_hf.runner import watch
 from lookahead_hf.runner.patched import patched
 from lookahead_hf.runner.watch import ModelSnapshot
 from tests.helpers.calls import GREEDY, padded
+from tests.helpers.changes import CHANGES, IN_DESCRIPTION, IN_PLACE, adapted, negated_view
 from tests.helpers.device import HostReads, Tape, TapeRecorder
+from tests.helpers.models import tiny
 from tests.helpers.replayed import Switch, compare, sets_of, small, streamed
 
 
@@ -87,6 +89,10 @@ def turn_data(model: Any) -> None:
     weight.data = -weight.data
 
 
+def blockers(model: Any, **extras: Any) -> list[str]:
+    return ModelSnapshot(model).blockers(extras)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -97,16 +103,40 @@ def turn_data(model: Any) -> None:
         (put("_hf_hook", object()), OFFLOADED),
     ],
 )
-def test_what_a_graph_would_pass_over_is_run(
-    change: Callable[[Any], None], reason: str, made: list[TapeRecorder], no_global_hooks: None
+def test_what_a_graph_would_pass_over_is_named(
+    change: Callable[[Any], None], reason: str, no_global_hooks: None
 ) -> None:
     model = small()
     change(model)
-    assert compare(model, padded("none")).execution == reason
+    assert blockers(model) == [reason]
 
 
-def blockers(model: Any, **extras: Any) -> list[str]:
-    return ModelSnapshot(model).blockers(extras)
+def test_what_a_graph_would_pass_over_is_run(made: list[TapeRecorder]) -> None:
+    model = small()
+    steer_outputs(model)
+    assert compare(model, padded("none")).execution == HOOKS
+
+
+SIGN = pytest.mark.xfail(strict=True, reason="the key does not have the sign of a view")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(each, marks=[SIGN] * (each is negated_view))
+        for each in CHANGES
+        if each not in IN_PLACE
+    ],
+)
+def test_a_change_is_noticed(change: Callable[[Any], None]) -> None:
+    """Between two calls, and most of them within one, too."""
+    model = adapted(partial(tiny, "llama", num_hidden_layers=3))
+    before = ModelSnapshot(model)
+    assert before.is_current()
+    change(model)
+    assert before.is_current() == (change in IN_DESCRIPTION)
+    now = ModelSnapshot(model)
+    assert now.key != before.key or now.blockers({})
 
 
 @pytest.mark.parametrize(
@@ -289,10 +319,7 @@ def test_forwards_of_a_class_are_told_apart(
         assert compare(model, padded("none")).execution == "replayed"
 
 
-@pytest.mark.parametrize(
-    "change",
-    [scale, steer_outputs, steer_inputs, turn_data, replace_forward, hook_all],
-)
+@pytest.mark.parametrize("change", [scale, steer_outputs, turn_data])
 def test_changes_in_the_middle_of_a_call_count(
     change: Callable[[Any], None],
     made: list[TapeRecorder],

@@ -57,8 +57,7 @@ SOURCES = tuple(name for name in BUILT_IN_DRAFTERS if name not in ("mtp", "medus
 ALONE = [(name,) for name in SOURCES]
 
 
-@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("rows", "do_sample"), [(1, False), (3, True)])
 @pytest.mark.parametrize("names", [*ALONE, SOURCES], ids="+".join)
 def test_alone_and_together(names: tuple[str, ...], rows: int, do_sample: bool) -> None:
     # Small weights make texts that repeat, in which every source finds something.

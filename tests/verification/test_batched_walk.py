@@ -11,24 +11,10 @@ from transformers.generation import logits_process as hf
 import lookahead_hf
 from lookahead_hf.verification import select, walk
 from tests.helpers.compared import compared
-from tests.helpers.models import characters, left_padded
+from tests.helpers.models import left_padded
 from tests.helpers.random_calls import smallest
 from tests.helpers.requests import DRAFTED, alone, prompts, settings, speculated
 from tests.helpers.scripted import RandomTrees, right
-
-SETTINGS: list[dict[str, Any]] = [
-    {"do_sample": True, "top_k": 0, "typical_p": 0.8, "eta_cutoff": 0.01, "eos_token_id": [7, 8]},
-    {"do_sample": True, "top_k": 9, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
-    {"do_sample": False, "repetition_penalty": 1.5, "min_new_tokens": 4, "eos_token_id": [7, 8]},
-    {"do_sample": False, "output_scores": True, "return_dict_in_generate": True},
-    {
-        "do_sample": True,
-        "top_p": 0.9,
-        "eos_token_id": 7,
-        "stop_strings": ["(", "5"],
-        "tokenizer": characters(),
-    },
-]
 
 
 @pytest.fixture
@@ -40,19 +26,6 @@ def together(monkeypatch: pytest.MonkeyPatch) -> None:
 def call(rows: int, **settings: Any) -> dict[str, Any]:
     pads = (*[0] * (rows - 1), 3)
     return {**left_padded(pads), "max_new_tokens": 20, "pad_token_id": 0, **settings}
-
-
-@pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: next(iter([*s][1:])))
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_the_text_is_plains(name: str, settings: dict[str, Any], together: None) -> None:
-    for seed in range(3):
-        script = RandomTrees(seed)
-        plain, ours, stats = compared(smallest(name), lambda: call(4, **settings), 12, script)
-        assert stats.engine == "walk"
-        if "output_scores" in settings:
-            assert len(ours.scores) == len(plain.scores)
-            for mine, theirs in zip(ours.scores, plain.scores, strict=True):
-                assert torch.allclose(mine, theirs, atol=1e-5)
 
 
 TOP_H = {"do_sample": True, "top_k": 0, "top_h": 0.6}

@@ -52,13 +52,12 @@ SAMPLE = ("llama", "gemma3", "mixtral")
 """Architectures that are also tried where time is short."""
 
 
-@pytest.mark.parametrize("kind", ["left", "holes"])
 @pytest.mark.parametrize(
     "name",
     [n if n in SAMPLE else pytest.param(n, marks=pytest.mark.slow) for n in NAMES],
 )
-def test_replayed_steps_write_plains_text(name: str, kind: str, made: list[TapeRecorder]) -> None:
-    stats = compare(tiny(name), padded(kind))
+def test_replayed_steps_write_plains_text(name: str, made: list[TapeRecorder]) -> None:
+    stats = compare(tiny(name), padded("holes"))
     assert stats.execution == "replayed"
     assert stats.num_moved > 0
     (recorder,) = made[-1:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -117,8 +118,9 @@ for number in range(5):
 def test_pools_of_two_workers_are_merged_though_one_was_killed(pool: Pool) -> None:
     save("shared.safetensors", range(900))
     Path("learned").mkdir()
+    found = {"PYTHONPATH": str(Path(__file__).parents[3])}
     workers = [
-        subprocess.Popen([sys.executable, "-c", WORKER, *words])
+        subprocess.Popen([sys.executable, "-c", WORKER, *words], env=os.environ | found)
         for words in (("a", "10000", "-1"), ("b", "20000", "3"))
     ]
     assert [worker.wait(300) for worker in workers] == [0, -signal.SIGKILL]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial, wraps
 from random import Random
 from types import FunctionType, SimpleNamespace
@@ -30,15 +30,13 @@ from lookahead_hf.model.state import state_of
 from lookahead_hf.runner.forward import ForwardContext
 from tests.helpers.changes import (
     BREAKING,
-    ODD,
+    CHANGES,
     adapted,
-    given_a_bias,
     hidden_method,
-    hooked,
-    lora_of,
     merged,
-    replaced_data,
+    moved_on,
     replaced_parameter,
+    switched,
 )
 from tests.helpers.compiled import Bits, in_a_forward, run
 from tests.helpers.models import VOCAB, prompt, tiny
@@ -325,112 +323,41 @@ def by_the_attention_of_the_file(patch: pytest.MonkeyPatch) -> None:
 def test_what_a_forward_reads_counts_at_once(
     change: Callable[[pytest.MonkeyPatch], None], in_mid_call: bool
 ) -> None:
-    before = run(single(), False)
-    assert changed_alike(single, change, in_mid_call).text != before.text
+    assert changed_alike(single, change, in_mid_call).text != plain_text()
 
 
-def switched(model: Any) -> None:
-    lora_of(model).is_on = False
-
-
-def moved_on(model: Any) -> None:
-    """As an optimiser's step does."""
-    with torch.no_grad():
-        lora_of(model).base.weight.mul_(-1.0)
-
-
-def transposed(model: Any) -> None:
-    """Other strides at the same address."""
-    weight = model.model.layers[1].self_attn.o_proj.weight
-    weight.data = weight.data.T
-
-
-def expanded(model: Any) -> None:
-    weight = model.model.layers[2].self_attn.o_proj.weight
-    weight.data = weight.data[:1].expand(len(weight), -1)
-
-
-def replaced_module(model: Any) -> None:
-    model.model.layers[1].mlp.up_proj = nn.Linear(48, 96, bias=False)
-    model.model.layers[1].mlp.up_proj.weight.data.fill_(0.1)
-
-
-def adapted_later(model: Any) -> None:
-    attended = model.model.layers[2].self_attn
-    attended.k_proj = type(lora_of(model))(attended.k_proj)
-
-
-def pre_hooked(model: Any) -> None:
-    layer = model.model.layers[1].mlp.up_proj
-    layer.register_forward_pre_hook(
-        lambda m, args, kwargs: ((args[0] * 2,), kwargs), with_kwargs=True
-    )
-
-
-def replaced_forward(model: Any) -> None:
-    """As accelerate does for its own hooks."""
-    layer = model.model.layers[1].mlp.down_proj
-    layer.forward = lambda x: nn.functional.linear(x, layer.weight) * 2
-
-
-def other_class(model: Any) -> None:
-    class Doubled(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) * 2
-
-    model.model.layers[1].mlp.up_proj.__class__ = Doubled
-
-
-def rescaled(model: Any) -> None:
-    model.model.layers[2].self_attn.scaling *= 3
-
-
-def other_epsilon(model: Any) -> None:
-    model.model.layers[2].input_layernorm.variance_epsilon = 0.5
-
-
-def other_activation(model: Any) -> None:
-    model.model.layers[2].mlp.act_fn = nn.Tanh()
-
-
-def called_in_another_way(model: Any) -> None:
-    """As `torch.compile` does for a module."""
-    mlp = model.model.layers[1].mlp
-    vars(mlp)[compat.CALL] = lambda x: 1.3 * compat.own_call(mlp, x)
-
-
-def swapped_layers(model: Any) -> None:
-    first, second = model.model.layers[1].mlp, model.model.layers[2].mlp
-    model.model.layers[1].mlp, model.model.layers[2].mlp = second, first
-
-
-CHANGES = (
-    switched, moved_on, replaced_parameter, replaced_data, merged, transposed, expanded,
-    replaced_module, adapted_later, given_a_bias, hooked, pre_hooked, replaced_forward, other_class,
-    rescaled, other_epsilon, other_activation, called_in_another_way, swapped_layers, *ODD,
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("in_mid_call", [False, True])
-def test_a_change_to_the_model_counts_at_once(change: Any, in_mid_call: bool) -> None:
-    before = run(adapted(single), True)
-    assert changed_alike(partial(adapted, single), change, in_mid_call).logits != before.logits
+@cache
+def plain_text() -> list[list[int]]:
+    return run(single(), False).text
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_within_a_forward_counts_at_once(change: Any) -> None:
-    before = run(adapted(single), False)
     changed = changed_alike(partial(adapted, single), in_a_forward(change), in_mid_call=True)
-    assert changed.logits != before.logits
+    assert changed.logits != unchanged().logits
+
+
+@cache
+def unchanged() -> Bits:
+    """What the kernels write for the adapted model."""
+    return run(adapted(single), True)
 
 
 def outcome(model: Any, compiled: bool, change: Callable[[], Any] | None = None) -> Any:
-    """Return the text that a model writes, "raises" if it raises."""
+    """Return the text that a model writes, or the type of the error that it raises."""
     try:
         return run(model, compiled, change).text
-    except (AttributeError, NotImplementedError, RuntimeError):
-        return "raises"
+    except (AttributeError, NotImplementedError, RuntimeError) as error:
+        return type(error).__name__
+
+
+def applied(change: Callable[[Any], None], model: Any) -> bool:
+    """Change a model unless what an earlier change has put there lacks the attribute."""
+    try:
+        change(model)
+    except AttributeError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("change", BREAKING)
@@ -456,7 +383,7 @@ def test_a_method_of_an_object_counts_at_once(in_mid_call: bool) -> None:
 MIXABLE = tuple(each for each in CHANGES if each not in (switched, moved_on, merged))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_random_changes_count_at_once(seed: int) -> None:
     """Some of them between calls, and others in the middle of one."""
     random = Random(seed)
@@ -466,11 +393,11 @@ def test_random_changes_count_at_once(seed: int) -> None:
         model = adapted(single)
         assert run(model, compiled).execution == ("compiled" if compiled else "model")
         for between, within in rounds:
-            with suppress(AttributeError):  # of what an earlier one has put there
-                between(model)
+            found.append(applied(between, model))
             found.append(outcome(model, compiled))
             found.append(outcome(model, compiled, partial(within, model)))
     assert texts[True] == texts[False]
+    assert texts[True][0]  # at least the first change is possible
 
 
 def test_a_wrapper_that_does_nothing_yet_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
