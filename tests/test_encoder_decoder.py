@@ -120,7 +120,7 @@ def test_what_the_encoder_returned_may_be_given() -> None:
 def test_an_assistant_with_an_encoder(name: str, settings: dict[str, Any]) -> None:
     model = tiny(name)
     config = SpeculativeConfig(drafters=("assistant",), budget=16)
-    assistant = {"assistant_model": unsure(model, 0.05)}
+    assistant = {"assistant_model": unsure(model, 0.005)}
     stats = compared(model, lambda: call(3, **settings), 1, config=config, brought=assistant).stats
     assert stats.per_source["assistant"].accepted > 0
     if settings is GREEDY:

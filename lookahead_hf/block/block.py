@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -220,8 +221,9 @@ class Block:
             lazy: Whether nothing is computed before somebody reads a mask.
         """
         rows, device = len(self.query), self.query.device
+        own = weakref.proxy(self)  # a circle would keep K and V until Python looks for circles
         for name, held in self.held.items():
-            make, shape = partial(self.additive, name), (rows, 1, self.width, held.visible)
+            make, shape = partial(Block.additive, own, name), (rows, 1, self.width, held.visible)
             if is_causal and held.columns is None and held.is_even:
                 self.masks[name] = None
             else:

@@ -209,7 +209,9 @@ class BlockLayout:
         parents, columns = parents[run.tokens], columns[run.tokens]
         last = int(columns.max())
         if run.padded is not None:
-            parents, columns = parents[run.padded], columns[run.padded]
+            own, columns = np.arange(run.width), columns[run.padded]
+            is_padding = own >= run.counts[:, None]  # in a chain, which needs no mask by itself
+            parents = np.where(is_padding, own - 1, parents[run.padded])
         held = {
             kind.name: self._held(kind, kind.may_hide(last), run.rows, run.counts)
             for kind in self._kinds

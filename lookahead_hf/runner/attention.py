@@ -25,7 +25,19 @@ _PREFIX = "lookahead:"
 
 
 class _Name(str):
-    """The name of our attention; pickled or copied, it is that of the model's own."""
+    """The name of our attention; pickled or copied, it is that of the model's own.
+
+    It equals both names, because models compare theirs (gemma4 with "sdpa"), but its place in dicts
+    is that of ours.
+    """
+
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, other) or str.__eq__(self.removeprefix(_PREFIX), other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
         return str, (self.removeprefix(_PREFIX),)
@@ -43,15 +55,16 @@ def put_under(model: nn.Module, configs: Sequence[Any]) -> None:
     """
     replaced = _replaced(model)
     for config in configs:
-        if (name := compat.attention_name(config)) in replaced:
+        name = compat.attention_name(config)
+        if name in replaced and not isinstance(name, _Name):
             compat.set_attention_name(config, _registered(name))
 
 
 def take_out(configs: Sequence[Any]) -> None:
     """Restore the names of the model's own attention."""
     for config in configs:
-        if (own := own_name(config)) != compat.attention_name(config):
-            compat.set_attention_name(config, own)
+        if isinstance(compat.attention_name(config), _Name):
+            compat.set_attention_name(config, own_name(config))
 
 
 def _replaced(model: nn.Module) -> tuple[str, ...]:

@@ -33,9 +33,8 @@ SHARED = ("gemma3n", "gemma4")
 """Models whose last layers read the keys and values of earlier ones."""
 HYBRIDS = ("lfm2",)
 """Models with states that cannot be rolled back by their length."""
-NOT_STATIC = (*HYBRIDS, "gemma4")
-"""Models that no random call gives a static cache: hybrid ones fall back, and a batch of gemma4
-writes another text there than plain, which is a fault of ours."""
+NOT_STATIC = HYBRIDS
+"""Models that no random call gives a static cache, for which they fall back."""
 PAIRS = ("bart", "t5")
 """Encoder-decoder models."""
 

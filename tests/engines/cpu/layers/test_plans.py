@@ -14,7 +14,7 @@ from lookahead_hf.engines.cpu.kernels import fields
 from lookahead_hf.engines.cpu.kernels.program import Plan
 from lookahead_hf.engines.cpu.layers.room import plan_of
 from lookahead_hf.runner.forward import ForwardContext
-from tests.block.test_block import random_block
+from tests.helpers.blocks import random_block
 from tests.helpers.bounds import check_plan
 
 
