@@ -70,6 +70,7 @@ def assert_near_ties(
     assert min(accepted.values()) > 0
 
 
+@pytest.mark.slow
 def test_some_greedy_texts(loaded: tuple[Any, Any]) -> None:
     prompts, modes = texts(per_family=1, longest=400)[:3], ["compiled", "invariant, compiled"]
     assert_near_ties(loaded, prompts, 3, modes, do_sample=False, max_new_tokens=24)

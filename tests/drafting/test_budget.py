@@ -166,6 +166,7 @@ CURVES: dict[str, Cost] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [quiet, unsteady])
 @pytest.mark.parametrize("curve", CURVES)
 def test_a_model_that_is_known_decodes_nearly_as_fast_as_it_can(curve: str, noise: Noise) -> None:

@@ -67,6 +67,7 @@ def state(model: Any) -> list[Any]:
     return [names, own, torch.backends.cuda.cudnn_sdp_enabled()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "is_nested"),
     [("attention", True), ("table", False), ("bias", False), ("cudnn", False)],

@@ -41,6 +41,7 @@ def test_a_type_writes_plains_text_with_more_than_two_tokens_per_step(model_type
             assert stats.max_width == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model_type",
     [

@@ -37,6 +37,7 @@ OUTSIDE = {path: source for path, source in SOURCES.items() if not path.startswi
 OURS = {name for source in OUTSIDE.values() for name in defined(source)}
 OURS |= {Path(path).stem for path in SOURCES}
 OURS |= {"_exit", "_getframe", "_value_"}  # Python's
+OURS |= {"_amx", "_loops"}  # which end names of compiled functions
 
 
 def others(source: str) -> Iterator[str]:

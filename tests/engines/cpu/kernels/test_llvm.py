@@ -52,6 +52,7 @@ for kind in (np.float32(0), np.uint16(0)):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cpu", ["generic", None])
 def test_products_write_the_tokens_of_a_block_and_no_others(cpu: str | None) -> None:
     environment = os.environ | ({"NUMBA_CPU_NAME": cpu} if cpu else {})

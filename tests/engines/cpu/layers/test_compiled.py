@@ -544,7 +544,9 @@ def test_an_unknown_layer_is_described_once_it_is_known(change: Any) -> None:
 def test_attention_has_room_for_the_largest_heads_of_a_step() -> None:
     asked: list[int] = []
     room: Any = SimpleNamespace(run=lambda units, given, tokens, floats: asked.append(floats))
-    units: Any = [SimpleNamespace(program=SimpleNamespace(head_dim=dim, group=1)) for dim in (16, 256)]
+    units: Any = [
+        SimpleNamespace(program=SimpleNamespace(head_dim=dim, group=1)) for dim in (16, 256)
+    ]
     LayerStep(room, None, ForwardContext())._run(units, [], torch.zeros(1, 1, 8))
     assert asked[0] >= SEGMENT * 256
 

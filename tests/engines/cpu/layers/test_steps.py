@@ -66,6 +66,7 @@ def test_another_call_of_a_layer_is_left_in_its_place(in_mid_call: bool) -> None
         assert stats.layers == {"compiled": NUM_LAYERS, "model": 1}
 
 
+@pytest.mark.slow
 def test_a_layer_may_be_compiled_by_torch_in_mid_call() -> None:
     model = tiny("llama")
     run(model, True)
