@@ -45,6 +45,7 @@ def test_costs_are_known_afterwards(batch_size: int, compiled: bool, mode: str) 
     assert num_samples(32) == 0
     assert compilation.drafting.is_loaded()
     assert model.config._attn_implementation == "sdpa"
+    assert type(model.config._attn_implementation) is str  # not ours
     assert model.generate(prompt(), max_new_tokens=8, do_sample=False).tolist() == before.tolist()
 
 

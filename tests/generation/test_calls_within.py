@@ -93,6 +93,7 @@ def test_a_call_in_which_others_are_made(
     assert asks.calls == plain_asks.calls
     assert len(accepted) > 1 and (do_sample or min(accepted) > 0)
     assert model.config._attn_implementation == attention
+    assert type(model.config._attn_implementation) is str  # not ours
 
 
 @pytest.mark.parametrize("outer", [True, False, "fallback"])

@@ -134,6 +134,7 @@ def test_softcap_and_sinks(
     stats = run(model, {"input_ids": models.prompt(1).to(device)}, device)
     assert calls["tree_attention"] == 2 * stats.num_steps > 0
     assert model.config._attn_implementation == "eager"
+    assert type(model.config._attn_implementation) is str  # not ours
 
 
 def test_flash_attention_is_left_to_the_kernel(

@@ -40,6 +40,7 @@ def test_prompts_are_read_by_flash_attention_and_steps_by_ours(
     assert len(flash.widths) == of_plain + of_ours
     assert flash.widths[-1] == flash.widths[0] > 1
     assert model.config._attn_implementation == name
+    assert type(model.config._attn_implementation) is str  # not ours
 
 
 @pytest.mark.parametrize("rows", [1, 3])
