@@ -86,7 +86,7 @@ class BlockLayout:
         facts = facts_of(model)
         self._needs_columns, self._has_states = facts.needs_columns, bool(facts.mixers)
         self._is_limited = any(kind.is_limited for kind in begin.kinds)
-        pads = torch.from_numpy(begin.cache.pads[:, None]).to(self._device)
+        pads = self._on_device(begin.cache.pads[:, None])
         self._uncounted = pads if self._names.skips_pads else 0
         self._lazy = lazy
 
@@ -100,10 +100,10 @@ class BlockLayout:
         tokens, parents, depths = fields
         width, slots = tokens.shape[1], self._cache.slots
         slots.place(width)
-        offsets = torch.from_numpy(ahead[:, None] + depths).to(self._device)
+        offsets = self._on_device(ahead[:, None] + depths)
         inputs: dict[str, Any] = {
             **widened(self._passed, width),
-            self._names.ids: torch.from_numpy(tokens).to(self._device),
+            self._names.ids: self._on_device(tokens),
             self._names.mask: None,
             self._names.cache: self._cache.for_model,
             "use_cache": True,
@@ -218,9 +218,9 @@ class BlockLayout:
         }
         pads = self._on_device(self._cache.pads[run.rows])
         parents, query = (each.reshape(-1, run.width) for each in (parents, columns))
-        block = Block(parents, torch.from_numpy(query), pads, held, self._model.dtype)
+        block = Block(parents, self._on_device(query), pads, held, self._model.dtype)
         is_first = not self._cache.slots.lengths[run.rows].any()
-        block.make_masks(block.is_chain and (run.width == 1 or is_first))
+        block.make_masks(block.is_chain and (run.width == 1 or is_first), self._lazy)
         return block
 
     def _held(
