@@ -20,18 +20,15 @@ from lookahead_hf.utils import locked
 NICENESS = 10
 """Against the threads of a model, which wait for each other."""
 
-AWAITED = "--awaited"
-"""Says that calls wait for the process, which then is as nice as they are."""
-
 
 def main(names: Sequence[str]) -> None:
     """Compile some groups of functions, or wait until another process has done so.
 
-    `AWAITED` may stand before the names.
+    `compilation.AWAITED` may stand before the names.
     """
     threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt at a prompt is not for it
-    is_awaited = AWAITED in names
+    is_awaited = compilation.AWAITED in names
     if hasattr(os, "nice") and not is_awaited:
         os.nice(NICENESS)
     with compilation.importing_numba():

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lookahead_hf.compile import AWAITED, NICENESS
+from lookahead_hf.compile import NICENESS
+from lookahead_hf.ngram_pool.compilation import AWAITED
 
 pytest.importorskip("numba")
 

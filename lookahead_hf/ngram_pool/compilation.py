@@ -22,6 +22,9 @@ PIECE_SECONDS = 0.05
 POLL_SECONDS = 0.05
 """Time between two looks at whether the other process has compiled something."""
 
+AWAITED = "--awaited"
+"""Tells the process that compiles that somebody waits for it, so that it need not yield."""
+
 
 class NumbaMissingError(ImportError):
     """Drafting needs numba, which is missing or does not work."""
@@ -68,9 +71,8 @@ class Child:
         path = os.pathsep.join(each for each in sys.path if isinstance(each, str))
         try:
             with tempfile.TemporaryFile() as errors:
-                awaited = ["--awaited"] if is_awaited else []
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "lookahead_hf.compile", *awaited, *names],
+                    [sys.executable, "-m", "lookahead_hf.compile", *[AWAITED] * is_awaited, *names],
                     env=os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
                     stdin=subprocess.PIPE,  # which ends with this process, whatever ends it
                     stdout=subprocess.DEVNULL,

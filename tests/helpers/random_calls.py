@@ -32,9 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
 SHARED = ("gemma3n", "gemma4")
 """Models whose last layers read the keys and values of earlier ones."""
 HYBRIDS = ("lfm2",)
-"""Models with states that cannot be rolled back by their length."""
-NOT_STATIC = HYBRIDS
-"""Models that no random call gives a static cache, for which they fall back."""
+"""Models with states that cannot be rolled back by their length. They get no static caches."""
 PAIRS = ("bart", "t5")
 """Encoder-decoder models."""
 
@@ -274,7 +272,7 @@ def calls(draw: st.DrawFn) -> RandomCall:
         embeds=turns == 0 and model not in SHARED and draw(st.integers(0, 9)) == 0,
         spacing=draw(st.integers(1, 3)) if has_positions else 0,
         turns=turns,
-        is_static=turns > 0 and model not in NOT_STATIC and draw(st.integers(0, 2)) == 0,
+        is_static=turns > 0 and model not in HYBRIDS and draw(st.integers(0, 2)) == 0,
         attn="sdpa" if model in SHARED or _hides(mask) else draw(_ATTENTION),
         half=half,
         compiled=draw(st.sampled_from([True, "everywhere", False])) if half else True,
@@ -347,7 +345,7 @@ def _settings(draw: st.DrawFn, rows: int, model: str, way: str) -> dict[str, Any
         known = {name: known[name] for name in known if "encoder" not in name}
     elif model not in PAIRS:
         known |= _DECODER_ONLY
-    if model in NOT_STATIC:
+    if model in HYBRIDS:
         known.pop("cache_implementation", None)
     settings: dict[str, Any] = {"do_sample": do_sample}
     if do_sample:

@@ -8,6 +8,7 @@ held as their bits: bfloat16 as uint16, float16 as int16.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -157,6 +158,18 @@ def fold_totals(builder: Any, sums: list[Any]) -> Any:
         high = shuffle(builder, total, total, [i + half for i in lows])
         total, width = builder.fadd(low, high), half
     return total
+
+
+def in_pieces(builder: Any, size: Any, piece: int, body: Callable[[Any, Any], None]) -> None:
+    """Emit `body(index, rest)` for each whole piece of `size` numbers, and for what is left.
+
+    `rest` is None for a whole piece, else how many numbers are left.
+    """
+    count, rest = builder.udiv(size, int64(piece)), builder.urem(size, int64(piece))
+    with cgutils.for_range(builder, count, intp=I64) as loop:
+        body(loop.index, None)
+    with builder.if_then(builder.icmp_unsigned("!=", rest, int64(0)), likely=False):
+        body(count, rest)
 
 
 def prefetch(builder: Any, address: Any) -> None:

@@ -25,6 +25,7 @@ from lookahead_hf.engines.cpu.kernels.llvm import (
     declared,
     first_lanes,
     fma,
+    in_pieces,
     int64,
     load_bits,
     pointer_at,
@@ -133,11 +134,7 @@ def pack_tokens(typing, x, x_stride, count, columns, size, out):
                 address = builder.add(to, builder.mul(row_bytes, int64(k)))
                 builder.store(row, builder.inttoptr(address, WORDS.as_pointer()), align=4)
 
-        steps, rest = builder.udiv(size, int64(STEP)), builder.urem(size, int64(STEP))
-        with cgutils.for_range(builder, steps, intp=I64) as loop:
-            pack(loop.index, None)
-        with builder.if_then(builder.icmp_unsigned("!=", rest, int64(0)), likely=False):
-            pack(steps, rest)
+        in_pieces(builder, size, STEP, pack)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 6), generate
@@ -152,7 +149,6 @@ def interleave(typing, v, v_stride, pairs, dim, out):
 
     def generate(context, builder, signature, arguments):
         v, v_stride, pairs, dim, out = arguments
-        whole, rest = builder.udiv(dim, int64(TILE)), builder.urem(dim, int64(TILE))
         with cgutils.for_range(builder, pairs, intp=I64) as pair:
             first = builder.add(v, builder.mul(v_stride, builder.shl(pair.index, int64(1))))
             slots = first, builder.add(first, v_stride)
@@ -167,10 +163,7 @@ def interleave(typing, v, v_stride, pairs, dim, out):
                 both = builder.or_(a, builder.shl(b, _all(WORDS, 16)))
                 builder.store(both, pointer_at(builder, out, place, 64, WORDS), align=4)
 
-            with cgutils.for_range(builder, whole, intp=I64) as tile:
-                write(tile.index, None)
-            with builder.if_then(builder.icmp_unsigned("!=", rest, int64(0)), likely=False):
-                write(whole, rest)
+            in_pieces(builder, dim, TILE, write)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 5), generate
@@ -238,7 +231,6 @@ def weigh_and_split(typing, scores, count, factor, high, low, tiles):
         lowest = _all(SINGLES, float("-inf"))
         largest = cgutils.alloca_once_value(builder, lowest)
         total = cgutils.alloca_once_value(builder, _all(SINGLES, 0.0))
-        whole, rest = builder.udiv(count, int64(TILE)), builder.urem(count, int64(TILE))
 
         def larger(a: Any, b: Any) -> Any:
             return builder.select(builder.fcmp_ordered(">", a, b), a, b)
@@ -249,21 +241,17 @@ def weigh_and_split(typing, scores, count, factor, high, low, tiles):
                 return numbers
             return builder.select(first_lanes(builder, rest, TILE), numbers, lowest)
 
-        def each(body: Callable[[Any, Any], None]) -> None:
-            with cgutils.for_range(builder, whole, intp=I64) as loop:
-                body(builder.mul(loop.index, int64(TILE)), None)
-            with builder.if_then(builder.icmp_unsigned("!=", rest, int64(0))):
-                body(builder.mul(whole, int64(TILE)), rest)
-
-        def compare(place: Any, rest: Any) -> None:
+        def compare(tile: Any, rest: Any) -> None:
+            place = builder.mul(tile, int64(TILE))
             builder.store(larger(loaded(place, rest), builder.load(largest)), largest)
 
-        each(compare)
+        in_pieces(builder, count, TILE, compare)
         most = _folded(builder, builder.load(largest), larger)
         factors = spread(builder, factor, SINGLES)
         largest_score = spread(builder, builder.fmul(most, factor), SINGLES)
 
-        def weigh(place: Any, rest: Any) -> None:
+        def weigh(tile: Any, rest: Any) -> None:
+            place = builder.mul(tile, int64(TILE))
             x = builder.fsub(builder.fmul(loaded(place, rest), factors), largest_score)
             weights = _exp(builder, x)
             builder.store(builder.fadd(builder.load(total), weights), total)
@@ -272,7 +260,7 @@ def weigh_and_split(typing, scores, count, factor, high, low, tiles):
             for bits, base in ((above, high), (_rounded(builder, left, tiles), low)):
                 builder.store(bits, pointer_at(builder, base, place, 2, HALVES), align=2)
 
-        each(weigh)
+        in_pieces(builder, count, TILE, weigh)
         return _folded(builder, builder.load(total), builder.fadd)
 
     return types.float32(

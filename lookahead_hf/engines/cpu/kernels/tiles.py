@@ -116,23 +116,26 @@ def _zero(room, tile):
         number[i] = _SINGLE
 
 
-def _load(room, tile, address, stride):
+@register_jitable
+def _copy(room, tile, source, source_stride, to, to_stride):
+    """Copy as many rows and bytes as the configuration gives a tile."""
     rows, width = numbers(room + 48 + tile, _BYTE)[0], numbers(room + 16 + 2 * tile, _HALF)[0]
-    _zero(room, tile)
     for row in range(rows):
-        to = numbers(room + 64 + tile * TILE_BYTES + row * 64, _BYTE)
-        source = numbers(address + row * stride, _BYTE)
+        of_row, to_row = (
+            numbers(source + row * source_stride, _BYTE),
+            numbers(to + row * to_stride, _BYTE),
+        )
         for i in range(width):
-            to[i] = source[i]
+            to_row[i] = of_row[i]
+
+
+def _load(room, tile, address, stride):
+    _zero(room, tile)
+    _copy(room, tile, address, stride, room + 64 + tile * TILE_BYTES, 64)
 
 
 def _store(room, tile, address, stride):
-    rows, width = numbers(room + 48 + tile, _BYTE)[0], numbers(room + 16 + 2 * tile, _HALF)[0]
-    for row in range(rows):
-        source = numbers(room + 64 + tile * TILE_BYTES + row * 64, _BYTE)
-        to = numbers(address + row * stride, _BYTE)
-        for i in range(width):
-            to[i] = source[i]
+    _copy(room, tile, room + 64 + tile * TILE_BYTES, 64, address, stride)
 
 
 def _add_products(room, total, a, b):

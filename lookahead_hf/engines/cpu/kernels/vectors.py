@@ -34,6 +34,7 @@ from lookahead_hf.engines.cpu.kernels.llvm import (
     first_lanes,
     fma,
     fold_totals,
+    in_pieces,
     int64,
     load_pairs,
     load_wide,
@@ -258,19 +259,15 @@ def _reduced(combine: Any, start: float, fold: Any) -> Any:
             address, count, _ = arguments
             total = cgutils.alloca_once_value(builder, ir.Constant(vector_of(F32), [start] * LANES))
 
-            def add(place: Any, rest: Any) -> None:
+            def add(index: Any, rest: Any) -> None:
+                place = builder.mul(index, int64(LANES))
                 numbers = load_wide(builder, address, place, kind, rest)
                 if rest is not None and start:
                     outside = ir.Constant(vector_of(F32), [start] * LANES)
                     numbers = builder.select(first_lanes(builder, rest, LANES), numbers, outside)
                 builder.store(combine(builder, builder.load(total), numbers), total)
 
-            num_vectors = builder.udiv(count, int64(LANES))
-            with cgutils.for_range(builder, num_vectors, intp=I64) as loop:
-                add(builder.mul(loop.index, int64(LANES)), None)
-            rest = builder.urem(count, int64(LANES))
-            with builder.if_then(builder.icmp_unsigned("!=", rest, int64(0)), likely=False):
-                add(builder.sub(count, rest), rest)
+            in_pieces(builder, count, LANES, add)
             folded, size = builder.load(total), LANES
             while size > 1:
                 size //= 2
