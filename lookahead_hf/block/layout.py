@@ -18,18 +18,8 @@ from lookahead_hf.model import compat
 from lookahead_hf.model.facts import facts_of
 
 
-def passed_on(model_kwargs: dict[str, Any], names: compat.DecoderNames) -> dict[str, Any]:
-    """Return the prepared arguments that every step passes on; steps set those in `names`."""
-    ours = names.prepared | compat.PROMPT_ONLY
-    passed = {k: v for k, v in model_kwargs.items() if k not in ours and v is not None}
-    for name in passed.keys() & set(compat.TOKEN_TYPES):  # of every token behind the prompt
-        last = passed[name][:, -1:]
-        passed[name] = torch.zeros_like(last) if name == "mm_token_type_ids" else last
-    return passed
-
-
 def widened(passed: dict[str, Any], width: int) -> dict[str, Any]:
-    """Widen the arguments of `passed_on` to `width` tokens per row."""
+    """Widen arguments that every step passes on to `width` tokens per row."""
     types = {name: passed[name] for name in compat.TOKEN_TYPES if name in passed}
     wide = {name: t.expand(-1, width, *t.shape[2:]) for name, t in types.items()}
     return {**passed, **wide}
@@ -59,6 +49,7 @@ class PromptState:
     """State after the prefill, where decoding starts.
 
     Attributes:
+        names: Names of the decoder's inputs.
         cache: Holds the prompts; empty if steps read them, too.
         kinds: The masks that the model's layers need.
         passed: Arguments that every forward gets.
@@ -66,6 +57,7 @@ class PromptState:
         prompt_positions: Those of the prompt, [rows, columns], if blocks are flat.
     """
 
+    names: compat.DecoderNames
     cache: ColumnCache
     kinds: list[MaskKind]
     passed: dict[str, Any]
@@ -81,7 +73,7 @@ class BlockLayout:
         self._model, self._cache, self._kinds = model, begin.cache, begin.kinds
         self._passed, self._prompt_positions = begin.passed, begin.prompt_positions
         self._next_position, self._device = begin.next_position, begin.next_position.device
-        self._names, self._mask_dict = compat.decoder_names(model), compat.takes_mask_dict(model)
+        self._names, self._mask_dict = begin.names, compat.takes_mask_dict(model)
         self._takes_kept = "logits_to_keep" in compat.forward_arguments(model)
         facts = facts_of(model)
         self._needs_columns, self._has_states = facts.needs_columns, bool(facts.mixers)

@@ -49,7 +49,7 @@ def configs_of(model: nn.Module) -> list[Any]:
     return compat.registry_configs(model, facts_of(model).attention_configs)
 
 
-def put_under(model: nn.Module, configs: Sequence[Any]) -> None:
+def install(model: nn.Module, configs: Sequence[Any]) -> None:
     """Replace the model's attention by ours, by the names that its configurations hold.
 
     In forwards that are not ours, such as those of other threads, it is the model's own.
@@ -61,7 +61,7 @@ def put_under(model: nn.Module, configs: Sequence[Any]) -> None:
             compat.set_attention_name(config, _registered(name))
 
 
-def take_out(configs: Sequence[Any]) -> None:
+def remove(configs: Sequence[Any]) -> None:
     """Restore the names of the model's own attention."""
     for config in configs:
         if isinstance(compat.attention_name(config), _Name):

@@ -105,7 +105,6 @@ class Runner:
             np.zeros(num_rows, bool),
         )
         self._is_repeat = self._is_new = False
-        self._names = compat.decoder_names(model)
         self.only_chains = bool(facts_of(model).mixers)
         self.recurrent: Any = None
         if self.only_chains and model.device.type == "cuda":
@@ -113,7 +112,7 @@ class Runner:
 
     def begin(self, beginning: PromptState) -> None:
         """Go on behind prompts."""
-        self.beginning = beginning
+        self.beginning, self._names = beginning, beginning.names
         slots, copies = beginning.cache.slots, state_of(self.model).needs_copies
         slots.extent.copies = (
             bool(copies) and (facts.numerics_of(self.model), self.is_flat) in copies
