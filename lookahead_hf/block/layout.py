@@ -14,6 +14,7 @@ from lookahead_hf.block.block import Block, Held, MaskKind
 from lookahead_hf.block.flat import FlatBlock, Run, runs_of
 from lookahead_hf.cache.slots import ColumnCache
 from lookahead_hf.draft import DraftTree, place_in_row
+from lookahead_hf.kernels import MAX_ATTENTION_NODES
 from lookahead_hf.model import compat
 from lookahead_hf.model.facts import facts_of
 
@@ -70,7 +71,7 @@ class BlockLayout:
 
     def __init__(self, model: Any, begin: PromptState, lazy: bool = False) -> None:
         """`lazy`: whether layers may run without reading their masks."""
-        self._model, self._cache, self._kinds = model, begin.cache, begin.kinds
+        self._dtype, self._cache, self._kinds = model.dtype, begin.cache, begin.kinds
         self._passed, self._prompt_positions = begin.passed, begin.prompt_positions
         self._next_position, self._device = begin.next_position, begin.next_position.device
         self._names, self._mask_dict = begin.names, compat.takes_mask_dict(model)
@@ -78,9 +79,9 @@ class BlockLayout:
         facts = facts_of(model)
         self._needs_columns, self._has_states = facts.needs_columns, bool(facts.mixers)
         self._is_limited = any(kind.is_limited for kind in begin.kinds)
-        pads = self._on_device(begin.cache.pads[:, None])
-        self._uncounted = pads if self._names.skips_pads else 0
-        self._lazy = lazy
+        self._pads = self._on_device(begin.cache.pads)
+        self._uncounted = self._pads[:, None] if self._names.skips_pads else 0
+        self._has_kernel, self._lazy = tree_attention.serves(self._device, 1), lazy
 
     def block(self, fields: np.ndarray, ahead: np.ndarray) -> Inputs:
         """Place a block behind what each row has in the cache.
@@ -111,16 +112,9 @@ class BlockLayout:
             of_slots = self._cache.token_columns(slots.groups[self._kinds[0].name])
             counted = self._on_device(depths), self._on_device(of_slots)
         has_fixed_shape = slots.extent.shown is not None
-        block = Block(
-            parents,
-            query,
-            self._on_device(self._cache.pads),
-            held,
-            self._model.dtype,
-            counted,
-            for_kernel=tree_attention.serves(self._device, width),
-            by_length=not has_fixed_shape,
-        )
+        block = Block(parents, query, self._pads, held, self._dtype, counted)
+        block.for_kernel = self._has_kernel and width <= MAX_ATTENTION_NODES
+        block.by_length = not has_fixed_shape
         is_causal = width == 1 and not (self._is_limited or has_fixed_shape)
         built = block.make_masks(is_causal, self._lazy or block.for_kernel)
         if any(mask is not None for mask in built.values()):
@@ -208,9 +202,8 @@ class BlockLayout:
             kind.name: self._held(kind, kind.may_hide(last), run.rows, run.counts)
             for kind in self._kinds
         }
-        pads = self._on_device(self._cache.pads[run.rows])
         parents, query = (each.reshape(-1, run.width) for each in (parents, columns))
-        block = Block(parents, self._on_device(query), pads, held, self._model.dtype)
+        block = Block(parents, self._on_device(query), self._pads[run.rows], held, self._dtype)
         is_first = not self._cache.slots.lengths[run.rows].any()
         block.make_masks(block.is_chain and (run.width == 1 or is_first), self._lazy)
         return block
