@@ -15,7 +15,7 @@ from lookahead_hf.runner.forward import current
 from lookahead_hf.runner.install import SetOwn
 
 
-def put_under(model: nn.Module, give: SetOwn) -> None:
+def install(model: nn.Module, give: SetOwn) -> None:
     """Have a model that counts positions itself use our columns in our forwards."""
     if not facts_of(model).needs_columns:
         return
