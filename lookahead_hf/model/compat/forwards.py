@@ -133,10 +133,6 @@ def is_hooked(module: nn.Module) -> bool:
     )
 
 
-NORM_METHOD = "_norm"
-"""The method of Gemma's norms that normalises without the weight."""
-
-
 def is_recording() -> bool:
     """Return whether transformers collects outputs of modules in the forward in progress."""
     return bool(output_capturing._active_collector.get())  # empty where none was asked for
