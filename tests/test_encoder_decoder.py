@@ -13,13 +13,13 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
-from lookahead_hf.call.admission import ENCODER_DECODERS
+from lookahead_hf.call.admission import DECODERS_OF_PAIRS, ENCODER_DECODERS
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.rows import Rows
 from tests.helpers.caches import CACHE
 from tests.helpers.compared import compared, left_to_plain, speculated
-from tests.helpers.encoder_decoder import GREEDY, SAMPLED, call, texts
-from tests.helpers.models import prompt, tiny, unsure
+from tests.helpers.encoder_decoder import GREEDY, SAMPLED, call, picture_call, texts
+from tests.helpers.models import pair, prompt, tiny, unsure
 from tests.helpers.outputs import ALL, assert_close
 from tests.helpers.scripted import Scripted, empty, right
 
@@ -35,6 +35,29 @@ def test_every_type_writes_plains_text(name: str) -> None:
     in_lockstep = name == "blenderbot"  # its processor reads the texts of the encoder
     assert (stats.engine == "lockstep") == in_lockstep
     assert in_lockstep or len({row.row_steps for row in stats.row_stats}) > 1
+
+
+@pytest.mark.parametrize(
+    ("decoder", "reads", "own"),
+    [
+        ("bert", "bert", {}),
+        ("bert-generation", "bert", {}),
+        ("gpt2", "vit", {}),
+        ("mbart", "vit", {}),
+        ("trocr", "vit", {}),
+        ("trocr", "vit", {"use_learned_position_embeddings": False}),
+    ],
+)
+def test_a_pair_of_two_models_writes_plains_text(
+    decoder: str, reads: str, own: dict[str, Any]
+) -> None:
+    assert decoder in DECODERS_OF_PAIRS
+    given = {"decoder_input_ids": torch.tensor([[1, 7, 9, 11]] * 3), **SAMPLED, **ALL}
+    make = picture_call if reads == "vit" else call
+    both = compared(pair(decoder, reads, "eager", **own), lambda: make(3, **given), 4)
+    assert both.stats.num_moved > 0
+    for field in (*SEEN, *OF_ENCODER, "logits"):
+        assert_close(both.ours[field], both.plain[field])
 
 
 def test_prompts_that_an_attention_adds_are_left_to_plain() -> None:

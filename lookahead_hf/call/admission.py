@@ -31,6 +31,9 @@ ENCODER_DECODERS = frozenset(
 )
 """Types whose decoder positions we know: by a table, by distances, or by position ids."""
 
+DECODERS_OF_PAIRS = frozenset({"bert", "bert-generation", "gpt2", "mbart", "trocr"})
+"""The same for the second model of an `EncoderDecoderModel` or `VisionEncoderDecoderModel`."""
+
 _MODEL, _CACHE, _ARGUMENT = FallbackReason.MODEL, FallbackReason.CACHE, FallbackReason.ARGUMENT
 _STATEFUL, _BATCHING = FallbackReason.STATEFUL, FallbackReason.CONTINUOUS_BATCHING
 
@@ -313,8 +316,8 @@ def _check_picture(call: PreparedCall) -> None:
 def _check_setup(model: Any) -> None:
     """Read the facts of a model; raise Unserved if it cannot be speculated as it is set up now."""
     name, modules = type(model).__name__, read(model)
-    if model.config.is_encoder_decoder and model.config.model_type not in ENCODER_DECODERS:
-        raise Unserved(FallbackReason.ENCODER_DECODER, name)
+    if model.config.is_encoder_decoder:
+        _check_encoder_decoder(model)
     _check_states(model)
     if compat.has_own_loop(model):
         raise Unserved(FallbackReason.OWN_LOOP, f"{name}._sample")
@@ -328,6 +331,16 @@ def _check_setup(model: Any) -> None:
         for variant in (own.get("lora_variant") or {}).values():
             if type(variant).__name__.startswith("ALora"):  # masks the last tokens of each block
                 raise Unserved(FallbackReason.ADAPTER, type(variant).__name__)
+
+
+def _check_encoder_decoder(model: Any) -> None:
+    """Raise Unserved if it is not known where an encoder-decoder's tokens are."""
+    kind, known, detail = model.config.model_type, ENCODER_DECODERS, type(model).__name__
+    if compat.is_pair(model):
+        kind, known = model.config.decoder.model_type, DECODERS_OF_PAIRS
+        detail = f"{detail} with a decoder of type {kind!r}"
+    if kind not in known:
+        raise Unserved(FallbackReason.ENCODER_DECODER, detail)
 
 
 def _check_inputs(model: Any) -> None:

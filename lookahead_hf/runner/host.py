@@ -30,7 +30,6 @@ class LayerSteps(Protocol):
         is_used: Whether it computed layers in the latest step, or will in the first one.
         counts: Layers of the latest step by how they ran, as in `SpeculativeStats`.
         reasons: Why layers ran their own code so far, values of `execution`.
-        was_timed: Whether the latest step ran several times, to find out which way is faster.
         reads_prompts: Whether it is to read prompts, too.
         most_tokens: Most tokens of a block that it computes.
     """
@@ -38,7 +37,6 @@ class LayerSteps(Protocol):
     is_used: bool
     counts: dict[str, int]
     reasons: set[str]
-    was_timed: bool
     reads_prompts: bool
     most_tokens: int
 
@@ -48,8 +46,8 @@ class LayerSteps(Protocol):
     def leave_prompt(self) -> None:
         """Note that the model's own code reads the prompt."""
 
-    def run(self, forward: Callable[[], Any], num_tokens: int) -> Any:
-        """Run a forward of so many tokens; `forward` may be called several times."""
+    def run(self, forward: Callable[[], Any]) -> Any:
+        """Run a forward; `forward` may be called twice."""
 
 
 class Runner:
@@ -180,8 +178,7 @@ class Runner:
 
         The first block of a size takes up to a fifth longer: oneDNN prepares its kernels for it.
         """
-        was_timed = self.steps is not None and self.steps.was_timed
-        return not (self._is_repeat or self._is_new or was_timed)
+        return not (self._is_repeat or self._is_new)
 
     def launch(self, rows: Rows, draft: DraftTree) -> StepOutputs:
         """Lay out a step and run it; its logits are [rows, 1 + most nodes or more, vocab]."""
@@ -267,7 +264,7 @@ class Runner:
             return self.model(**given, return_dict=True)
 
         with running(context, ids.device), experts:
-            outputs = run() if steps is None else steps.run(run, num_tokens)
+            outputs = run() if steps is None else steps.run(run)
         if steps is not None:
             self.execution = execution.COMPILED if steps.is_used else execution.MODEL
         self.num_fed += num_tokens

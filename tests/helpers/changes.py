@@ -235,6 +235,3 @@ CHANGES = (
 
 IN_PLACE = (moved_on, refilled)
 """Those that may leave all objects and addresses as they are."""
-
-IN_DESCRIPTION = (transposed, expanded, other_class, negated_view, quantised)
-"""Those of the strides, the sign or the class of what stays in its place."""

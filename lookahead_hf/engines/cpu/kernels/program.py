@@ -135,7 +135,7 @@ class Plan:
         return int((ends - self.segments[:, fields.BEGIN]).max())
 
 
-class Workspace:
+class JobRunner:
     """Scratch memory, counters and the job with which one caller runs programs.
 
     `ops` are the operations, [operations, fields] int64.
