@@ -25,7 +25,7 @@ class Progress:
 
     def __init__(self, num_requests: int | None) -> None:
         """`num_requests`: the total, None if it is not known."""
-        self._bar = tqdm(total=num_requests, unit="request")
+        self._bar = tqdm(total=num_requests, unit="request", disable=None)  # a terminal alone
         self._begin = self._shown = time.perf_counter()
         self._tokens = self._emitted = self._steps = 0
 
