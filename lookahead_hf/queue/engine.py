@@ -163,7 +163,7 @@ class Engine:
             if self.is_call:
                 self._sum = record if self._sum is None else stats.joined(self._sum, record)
             stats.publish(self.model, self._sum or record)
-            stats.tell(self.model, record)
+            stats.notify(self.model, record)
         if self.progress is not None and output.is_finished():
             self.progress.finished(record)
         with self.changed:

@@ -103,15 +103,15 @@ class Runner:
             np.zeros(num_rows, bool),
         )
         self._is_repeat = self._is_new = False
-        self._names = compat.decoder_names(model)
         self.only_chains = bool(facts_of(model).mixers)
+        self._known_blocks = state_of(model).run_blocks
         self.recurrent: Any = None
         if self.only_chains and model.device.type == "cuda":
             self.execution = execution.STATES
 
     def begin(self, beginning: PromptState) -> None:
         """Go on behind prompts."""
-        self.beginning = beginning
+        self.beginning, self._names = beginning, beginning.names
         slots, copies = beginning.cache.slots, state_of(self.model).needs_copies
         slots.extent.copies = (
             bool(copies) and (facts.numerics_of(self.model), self.is_flat) in copies
@@ -274,9 +274,8 @@ class Runner:
             self.execution = execution.COMPILED if steps.is_used else execution.MODEL
         self.num_fed += num_tokens
         kind = self.mode, num_tokens, flat is not None
-        known = state_of(self.model).run_blocks
-        self._is_new = kind not in known
-        known.add(kind)
+        self._is_new = kind not in self._known_blocks
+        self._known_blocks.add(kind)
         logits, states = outputs.logits, compat.last_hidden_states(outputs)
         if flat is not None:
             logits = flat.of_rows(logits)

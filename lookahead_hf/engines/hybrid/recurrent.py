@@ -18,7 +18,7 @@ from lookahead_hf.runner.forward import current
 from lookahead_hf.runner.install import SetOwn
 
 
-def put_under(model: nn.Module, give: SetOwn) -> None:
+def install(model: nn.Module, give: SetOwn) -> None:
     """Have a model's mixers run our blocks by the forwards of the context."""
     for module in facts_of(model).mixers:
         give(module, "forward", _in_steps(module))

@@ -205,7 +205,7 @@ def test_kernels_that_are_not_there_yet_are_waited_for(
         pending.append(lambda: pytest.fail("the process that compiles has not ended"))
         monkeypatch.setattr(compilation, "wait", wait)
         generated(model, texts()[:1])
-    assert waited == ["drafting", "common", "bfloat16"]
+    assert waited == ["common", "bfloat16", "drafting"]
 
 
 def test_without_numba_the_models_own_code_reads_prompts(

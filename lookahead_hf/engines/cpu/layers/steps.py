@@ -100,9 +100,12 @@ def runner(options: StepOptions) -> Runner:
 
 
 def groups_of(model: Any) -> list[Functions]:
-    """Return the compiled functions that calls on a model need, in the order of need."""
+    """Return the compiled functions that calls on a model need, those first that pay first.
+
+    Kernels, which take a third of the time to compile, make steps without drafts faster, too.
+    """
     dtypes = (each.dtype for each in model.parameters())  # a few layers may have another
-    return [compilation.drafting, *program.groups_of([model.dtype, *dtypes])]
+    return [*program.groups_of([model.dtype, *dtypes]), compilation.drafting]
 
 
 def _refusal(model: Any, waits: bool) -> str | None:
@@ -113,7 +116,7 @@ def _refusal(model: Any, waits: bool) -> str | None:
         return None
     groups = groups_of(model)
     compilation.wait(groups) if waits else compilation.request(groups)
-    kernels = groups[1:]
+    kernels = groups[:-1]
     if all(each.ready(LOADING_SECONDS) for each in kernels):
         return None
     is_failed = not all(each.is_available() for each in kernels)
