@@ -189,8 +189,7 @@ def _runner(
     """Build the runner of such calls."""
 
     def takes_flat(reads_prompts: bool) -> bool:
-        may_be_flat = num_rows > 1 or reads_prompts
-        return may_be_flat and admission.model_takes_flat(model)
+        return (num_rows > 1 or reads_prompts) and admission.model_takes_flat(model)
 
     options = StepOptions(
         model,

@@ -78,7 +78,6 @@ class BlockLayout:
         self._takes_kept = "logits_to_keep" in compat.forward_arguments(model)
         facts = facts_of(model)
         self._needs_columns, self._has_states = facts.needs_columns, bool(facts.mixers)
-        self._is_limited = any(kind.is_limited for kind in begin.kinds)
         self._pads = self._on_device(begin.cache.pads)
         self._uncounted = self._pads[:, None] if self._names.skips_pads else 0
         self._has_kernel, self._lazy = tree_attention.serves(self._device, 1), lazy
@@ -112,10 +111,12 @@ class BlockLayout:
             of_slots = self._cache.token_columns(slots.groups[self._kinds[0].name])
             counted = self._on_device(depths), self._on_device(of_slots)
         has_fixed_shape = slots.extent.shown is not None
-        block = Block(parents, query, self._pads, held, self._dtype, counted)
-        block.for_kernel = self._has_kernel and width <= MAX_ATTENTION_NODES
-        block.by_length = not has_fixed_shape
-        is_causal = width == 1 and not (self._is_limited or has_fixed_shape)
+        block = Block(
+            *(parents, query, self._pads, held, self._dtype, counted),
+            for_kernel=self._has_kernel and width <= MAX_ATTENTION_NODES,
+            by_length=not has_fixed_shape,
+        )
+        is_causal = width == 1 and not has_fixed_shape
         built = block.make_masks(is_causal, self._lazy or block.for_kernel)
         if any(mask is not None for mask in built.values()):
             one = next(iter(built.values()))
