@@ -27,7 +27,7 @@ class ModelState:
     # Results of self tests, empty for no fault, by `Numerics` and whether blocks were flat; with
     # each the hooks that may have caused it, None if none may.
     self_tests: dict[Hashable, tuple[str, frozenset[int] | None]] = field(default_factory=dict)
-    needs_copies: set[Hashable] = field(default_factory=set)  # contiguous K and V, as in `self_tests`
+    needs_copies: set[Hashable] = field(default_factory=set)  # contiguous K and V, likewise
     kernel_tests: dict[Hashable, bool] = field(default_factory=dict)  # of attention, by numerics
     fixed_attention: set[int] | None = None  # ids of configurations whose attention must stay
     patch_users: set[object] = field(default_factory=set)  # calls in progress
