@@ -29,7 +29,6 @@ from lookahead_hf.verification import select
 from lookahead_hf.verification.lockstep import Lockstep
 from lookahead_hf.verification.select import DEVICE, choose_verifier
 from lookahead_hf.verification.verifier import Verifier
-from lookahead_hf.verification.walk import Walk
 
 if TYPE_CHECKING:
     from lookahead_hf.logits.grammars.protocol import Grammar
@@ -168,9 +167,6 @@ def _runner(
     takes_flat: Callable[[bool], bool],
 ) -> Runner:
     """Return the runner of a call. On a device, every engine has its forwards captured."""
-    scoring = None
-    if isinstance(verifier, Walk) and verifier.name == DEVICE:
-        scoring = select.scoring(verifier.rules)
     options = StepOptions(
         call.model,
         call.num_rows,
@@ -182,6 +178,6 @@ def _runner(
         is_alone=processes.is_alone,
         observes=bool(outputs.observes),
         decides=verifier.name == DEVICE,
-        scoring=scoring,
+        scoring=select.scoring(verifier),
     )
     return engines.choose(select.engine_of(call.input_ids.device), options)

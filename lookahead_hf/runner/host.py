@@ -153,13 +153,8 @@ class Runner:
 
     @property
     def has_one_shape(self) -> bool:
-        """Whether all blocks have the same shape."""
+        """Whether all blocks have the same shape; layers with a window then hold the whole text."""
         return self._shape is not None
-
-    @property
-    def trims(self) -> bool:
-        """Whether layers with a window hold no more than that."""
-        return self._shape is None
 
     @property
     def cache(self) -> ColumnCache:

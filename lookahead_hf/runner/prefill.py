@@ -125,7 +125,7 @@ def _take_over(
     model, num_rows = runner.model, runner.num_rows
     by_columns = is_fed or names.has_states_alone
     cache = AdoptedCache(
-        *(given, attended, num_rows, compat.layer_masks(model), runner.trims),
+        *(given, attended, num_rows, compat.layer_masks(model), not runner.has_one_shape),
         returned=returned,
         num_columns=position_ids.shape[-1] if by_columns else None,
         is_fed=is_fed,
@@ -150,14 +150,13 @@ def _may_be_fed(runner: Runner, call: PreparedCall, passed: Mapping[str, Any]) -
     newest = int(call.position_ids.max())
     if any(newest >= limit for limit in compat.rope_limits(call.model).values()):
         return False  # the frequencies of a block would follow from its own longest position
-    if call.returns_cache or passed.get("output_hidden_states"):
-        return False
-    if call.generation_config.prefill_chunk_size is not None:
-        return False
-    if any(call.model_kwargs.get(name) is not None for name in compat.PROMPT_ONLY):
-        return False  # embeddings or pictures
-    cache = call.cache
-    if type(cache) is not compat.DynamicCache or not cache.layers or cache.get_seq_length():
+    is_shown = call.returns_cache or passed.get("output_hidden_states")
+    in_chunks = call.generation_config.prefill_chunk_size is not None
+    # Embeddings or pictures.
+    has_more = any(call.model_kwargs.get(name) is not None for name in compat.PROMPT_ONLY)
+    cache, kind = call.cache, compat.DynamicCache
+    is_new = type(cache) is kind and cache.layers and not cache.get_seq_length()
+    if is_shown or in_chunks or has_more or not is_new:
         return False
     windows = [hf_layers.window(layer) for layer in cache.layers]
     shares = getattr(compat.text_config(call.model), "num_kv_shared_layers", None)

@@ -34,13 +34,14 @@ def engine_of(device: torch.device) -> str:
     return "cuda" if serves(device) else device.type
 
 
-def scoring(rules: Rules) -> Scoring | None:
-    """Return what a device makes of logits to choose by; None if it chooses the likeliest tokens.
+def scoring(verifier: Verifier) -> Scoring | None:
+    """Return what the device makes of logits to choose by.
 
-    The processors of the rules are such as `node_processors.admits`.
+    None if it chooses the likeliest tokens, or does not decide.
     """
-    if not rules.do_sample and rules.processors.empty:
+    if not isinstance(verifier, Walk) or verifier.name != DEVICE or verifier.rules.takes_likeliest:
         return None
+    rules = verifier.rules
     processed = NodeProcessors(rules.processors)
 
     def scores(rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Scores:
