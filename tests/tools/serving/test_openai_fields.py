@@ -119,6 +119,9 @@ def test_the_first_calls_of_open_webui(served: Served) -> None:
             "should match pattern '^data:'",
         ),
         (RESPONSES, {"input": ""}, "String should have at least 1 character"),
+        (CHAT, {"logit_bias": {"\u0663": 1}}, "should match pattern"),
+        (CHAT, {"generation_config": '{"fast": null}'}, "fast=None is not served: Extra inputs"),
+        (COMPLETIONS, {"messages": ["a"]}, "Unexpected fields in the request: {'messages'}"),
     ],
 )
 def test_what_is_not_obeyed_is_refused(
@@ -136,6 +139,7 @@ def test_values_that_ask_for_nothing_are_taken(served: Served) -> None:
         "presence_penalty": 0,
         "tool_choice": "auto",
         "user": "me",
+        "stop": [],
     }
     assert served.text(**neutral) == served.text()
     for path, fields in REFUSED.items():
