@@ -11,8 +11,10 @@ import sys
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from transformers.activations import ACT2FN
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lookahead_hf.engines.cpu.kernels import fields
 
@@ -66,6 +68,9 @@ STOCK = {nn.Linear, nn.LayerNorm, nn.Dropout, *ACTIVATIONS}
 
 FUNCTIONS = ("apply_rotary_pos_emb", "rotate_half", "eager_attention_forward", "repeat_kv")
 """Functions of a file that its layers call."""
+
+OTHERS = {"torch": torch, "nn": nn, "ALL_ATTENTION_FUNCTIONS": ALL_ATTENTION_FUNCTIONS}
+"""Other names of a file that its layers look up, with their original values."""
 
 
 def family_of(kind: type, parts: tuple[str, ...]) -> Family | None:

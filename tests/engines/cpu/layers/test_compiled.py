@@ -282,6 +282,17 @@ def by_the_attention_of_the_file(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+def by_the_registry_of_the_file(patch: pytest.MonkeyPatch) -> None:
+    attend = modeling_llama.ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def halved(*args: Any, **kwargs: Any) -> Any:
+        out, weights = attend(*args, **kwargs)
+        return out * 0.5, weights
+
+    own = SimpleNamespace(get_interface=lambda *_: halved)
+    patch.setattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS", own)
+
+
 @pytest.mark.parametrize("in_mid_call", [False, True])
 @pytest.mark.parametrize(
     "change",
@@ -293,6 +304,7 @@ def by_the_attention_of_the_file(patch: pytest.MonkeyPatch) -> None:
         by_a_wrapper_of_the_class,
         by_the_call_of_the_class,
         by_the_attention_of_the_file,
+        by_the_registry_of_the_file,
     ],
 )
 def test_what_a_forward_reads_counts_at_once(
