@@ -190,6 +190,7 @@ METHODS: dict[str, Callable[[NgramPool, Path], object]] = {
     "info": lambda pool, path: pool.info,
     "merge": lambda pool, path: NgramPool().merge(pool),
     "be merged into": lambda pool, path: pool.merge(NgramPool()),
+    "be counted": lambda pool, path: len(pool),
 }
 
 
