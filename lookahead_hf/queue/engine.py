@@ -111,7 +111,7 @@ class Engine:
         own, group = given.pop("seed", None), given.pop("group", None)
         if group is None and state.num_children:
             group = state.request_id
-        number = -1 if group is None else hash(group)  # which is never -1
+        number = -1 if group is None else hash(str(group))  # which is never -1
         states = [*map(state.fork, ids[:-1]), state]
         with self.changed:
             wait()

@@ -229,7 +229,8 @@ def test_rows_know_which_requests_are_siblings(model: Any, monkeypatch: pytest.M
 
     monkeypatch.setattr(QueueSession, "launch", noted)
     named = [
-        {"input_ids": text, "group": name} for text, name in zip(prompts(4), "aabx", strict=True)
+        {"input_ids": text, "group": name}
+        for text, name in zip(prompts(4), ([1], [1], "b", "x"), strict=True)
     ]
     named[3].pop("group")
     config = settings(model)
