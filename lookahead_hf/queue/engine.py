@@ -25,7 +25,7 @@ class Progress:
 
     def __init__(self, num_requests: int | None) -> None:
         """`num_requests`: the total, None if it is not known."""
-        self._bar = tqdm(total=num_requests, unit="request")
+        self._bar = tqdm(total=num_requests, unit="request", disable=None)  # a terminal alone
         self._begin = self._shown = time.perf_counter()
         self._tokens = self._emitted = self._steps = 0
 
@@ -107,21 +107,22 @@ class Engine:
 
         Each gets copies of the request's processors and criteria. `wait` waits until there is room.
         """
-        name, own, ids = (
-            state.request_id,
-            state.logit_processor_kwargs.pop("seed", None),
-            text_ids(state),
-        )
+        given, ids = state.logit_processor_kwargs, text_ids(state)
+        own, group = given.pop("seed", None), given.pop("group", None)
+        if group is None and state.num_children:
+            group = state.request_id
+        number = -1 if group is None else hash(group)  # which is never -1
         states = [*map(state.fork, ids[:-1]), state]
         with self.changed:
             wait()
-            for number, each in enumerate(states):
-                index, each.num_children = self._num_texts + number, 0
+            for place, each in enumerate(states):
+                index, each.num_children = self._num_texts + place, 0
                 seed = self.seed_of(index) if own is None else own
                 if own is not None and each is not state:
-                    seed = request_seed(own, 1 + number)
-                names = frozenset({each.request_id, name})
-                self.waiting.append(Job(each, index, seed, names, own_objects(each)))
+                    seed = request_seed(own, 1 + place)
+                names = frozenset({each.request_id, state.request_id})
+                job = Job(each, index, seed, names, own_objects(each), number)
+                self.waiting.append(job)
             self._num_texts += len(states)
             self.changed.notify_all()
 

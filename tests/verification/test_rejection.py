@@ -28,7 +28,7 @@ from lookahead_hf.drafting.drafter import Drafter, Traits
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.merge import head
 from lookahead_hf.drafting.rates import Calibration
-from lookahead_hf.drafting.sources.user import Adapted
+from lookahead_hf.drafting.sources.user import UserDrafter
 from lookahead_hf.logits.row_processors import RowProcessors
 from lookahead_hf.rows import Rows
 from lookahead_hf.sources.assistant.growth import Drawn
@@ -223,7 +223,7 @@ OTHERS = [((1, 3), 1, ()), ((2, 2), 2, ()), ((2, 2), 2, [MarkovDrafter(1, 1)])]
 
 @pytest.mark.parametrize(("shape", "nodes", "others"), OTHERS)
 def test_neither_buckets_nor_others_that_draw_matter(shape: Any, nodes: int, others: Any) -> None:
-    texts, tokens_per_step = generate(Adapted(Sorting(*shape), VOCAB), *others, nodes=nodes)
+    texts, tokens_per_step = generate(UserDrafter(Sorting(*shape), VOCAB), *others, nodes=nodes)
     assert chi_square(texts, expected_counts()) < CRITICAL
     assert tokens_per_step > 1.3
 

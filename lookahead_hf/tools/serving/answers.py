@@ -37,7 +37,6 @@ class Reply:
         self._held = b""
         self._end = TextEnd(request.stop)
         self._num_places = self._shown = self._covered = 0
-        self._call = ""
 
     async def __call__(self, message: Message) -> None:
         if self.has_ended:
@@ -125,15 +124,12 @@ class Reply:
                 self._end.cut(choice)
             if self._request.log_probs is not None:
                 self._add_log_probs(choice)
-            if self._request.writes_call:
-                self._make_call(choice, str(whole.get("id")))
         return as_json(whole) if is_changed else answer
 
     @property
     def _changes_choices(self) -> bool:
         request = self._request
-        asked = request.stop or request.unfinished_end or request.writes_call
-        return bool(asked) or request.log_probs is not None
+        return bool(request.stop or request.unfinished_end) or request.log_probs is not None
 
     def _add_log_probs(self, choice: dict[str, Any]) -> None:
         """Add the log probabilities of the tokens of a piece; the last piece has the rest."""
@@ -161,23 +157,6 @@ class Reply:
                 ],
                 "text_offset": offsets,
             }
-
-    def _make_call(self, choice: dict[str, Any], request_id: str) -> None:
-        """Turn the JSON that the answer is into the call of a tool, in its last piece."""
-        name = "message" if "message" in choice else "delta"
-        part = choice.setdefault(name, {})
-        self._call += part.pop("content", None) or ""
-        if choice.get("finish_reason") is None or part.get("tool_calls"):
-            return
-        try:
-            call = json.loads(self._call)
-        except ValueError:
-            self._request.end("the answer ends within a tool's call: allow more tokens")
-            return
-        function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
-        made = {"id": f"{request_id}_tool_call_0", "type": "function", "function": function}
-        part["tool_calls"] = [made if name == "message" else {"index": 0, **made}]
-        choice["finish_reason"] = "tool_calls"
 
 
 class TextEnd:

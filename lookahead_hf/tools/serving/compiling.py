@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -136,24 +136,22 @@ def compile_task(compiler: Any, task: Mapping[str, Any]) -> Any:
 
 
 def _grammar(
-    tools: Mapping[str, Any], markers: list[str], thinking: list[str] | None, thinks: bool
+    tools: Mapping[str, Any], markers: Sequence[str], thinking: list[str] | None, thinks: bool
 ) -> Any:
     """Return xgrammar's grammar of one call, with the usual whitespace.
 
-    `markers` are around the JSON of the call, if there are any; `thinks`: whether the prompt has
-    begun the reasoning.
+    `markers` is what stands before and behind the JSON of the call; `thinks`: whether the prompt
+    has begun the reasoning.
     """
     from xgrammar import Grammar
 
     def exactly(text: str) -> Any:
         return Grammar.from_ebnf(f"root ::= {json.dumps(text, ensure_ascii=False)}")
 
-    begin, end = (f"{markers[0]}\n", f"\n{markers[1]}") if markers else ("", "")
-
     def call(name: str, schema: Any) -> Any:
-        head = f'{begin}{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
+        head = f'{markers[0]}{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
         parameters = Grammar.from_json_schema(json.dumps(schema), any_whitespace=False)
-        return Grammar.concat(exactly(head), parameters, exactly(f"}}{end}"))
+        return Grammar.concat(exactly(head), parameters, exactly(f"}}{markers[1]}"))
 
     each = [call(name, schema) for name, schema in tools.items()]
     calls = each[0] if len(each) == 1 else Grammar.union(*each)

@@ -78,6 +78,7 @@ class ServedRequest:
         media: The type of its first part that is no text, such as a picture.
         length: The field that sets the length of its answer, None if the server does.
         seed: Its seed, None for random numbers of the server's.
+        group: Names the answers to one prompt, which draft from each other; None if it is alone.
         stop: The texts that end its answer.
         presence_penalty: What a token that the answer has loses.
         log_probs: How many of the likeliest tokens in every place of the answer have a log
@@ -85,6 +86,7 @@ class ServedRequest:
         schema: The JSON schema of the answer, None for any text.
         tools: The tools of which the answer calls one, by name, with the JSON schemas of their
             parameters; None if it need not call any.
+        template: How the server finds the call of a tool in the answer, None if it need not.
         is_alone: Whether it asks for what cannot be decoded beside others, `speculative` left out.
         is_cancelled: Whether nobody waits for it any more.
         has_begun: Whether the first token was generated.
@@ -92,9 +94,6 @@ class ServedRequest:
         refusal: Why it is not answered.
         status: The status of the refusal.
         stats: The statistics, None before the end and after plain decoding.
-        is_chat: Whether its answer is a message, in which calls of tools have a place.
-        writes_call: Whether the answer is the JSON of a call, for the model's own form of calls is
-            not known.
         unfinished_end: The end of a stream's text that is no whole character.
         places: The tokens of its answer with their log probabilities, as OpenAI's API has them.
         streams: Whether its answer is a stream.
@@ -111,11 +110,13 @@ class ServedRequest:
     media: str | None = None
     length: str | None = None
     seed: int | None = None
+    group: str | None = None
     stop: tuple[str, ...] = ()
     presence_penalty: float = 0.0
     log_probs: int | None = None
     schema: str | None = None
     tools: Mapping[str, Any] | None = None
+    template: Mapping[str, Any] | None = None
     is_alone: bool = False
     is_cancelled: bool = False
     has_begun: bool = False
@@ -123,8 +124,6 @@ class ServedRequest:
     refusal: str | None = None
     status: int = 400
     stats: SpeculativeStats | None = None
-    is_chat: bool = False
-    writes_call: bool = False
     unfinished_end: str = ""
     places: list[dict[str, Any]] = field(default_factory=list)
     streams: bool = False
@@ -184,21 +183,26 @@ def take_request(body: dict[str, Any], config: SpeculativeConfig) -> ServedReque
         config: The server's own configuration.
 
     Raises:
-        ValueError: A field has a value that is not allowed.
+        ValueError: `speculative` has a value that is not allowed.
     """
     asked, prediction = body.pop("speculative", None), body.pop("prediction", None)
     stop, penalty = body.pop("stop", None) or (), body.pop("presence_penalty", None)
     return ServedRequest(
         allowed(asked, config),
-        _text_of(prediction),
+        None if prediction is None else _text_of(prediction["content"]),
         samples(body),
         media(body),
         length(body),
         body.pop("seed", None),
-        (stop,) if isinstance(stop, str) else tuple(stop),
-        float(penalty or 0),
-        _take_log_probs(body),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        presence_penalty=float(penalty or 0),
+        log_probs=_take_log_probs(body),
     )
+
+
+def _text_of(content: Any) -> str:
+    """Return the text of a prediction, which may come in parts."""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 def _take_log_probs(body: dict[str, Any]) -> int | None:
@@ -241,25 +245,3 @@ def _check(fields: Mapping[str, Any]) -> None:
         for name, remedy in OF_THE_SERVER.items():
             if isinstance(given, Mapping) and given.get(name):
                 raise ValueError(f"a request cannot set {name}, which is the server's: {remedy}")
-
-
-def _text_of(prediction: Any) -> str | None:
-    """Return the text of OpenAI's field `prediction`."""
-    if prediction is None:
-        return None
-    is_content = isinstance(prediction, Mapping) and prediction.get("type") == "content"
-    parts = prediction.get("content") if is_content else None
-    if isinstance(parts, str):
-        return parts
-    if isinstance(parts, list) and all(map(_is_text, parts)):
-        return "".join(part["text"] for part in parts)
-    raise ValueError(
-        f"prediction={shown(prediction)} is not understood: give "
-        '{"type": "content", "content": TEXT}, where TEXT is a string or a list of parts such as '
-        '{"type": "text", "text": "..."}'
-    )
-
-
-def _is_text(part: Any) -> bool:
-    is_text = isinstance(part, Mapping) and part.get("type") == "text"
-    return is_text and isinstance(part.get("text"), str)

@@ -18,7 +18,6 @@ from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.queue.request import request_seed
 from lookahead_hf.tools.serving.answers import FAILED, Choices, Reply
 from lookahead_hf.tools.serving.checks import (
-    CHAT,
     COMPLETIONS,
     REFUSED,
     UnknownModelError,
@@ -195,7 +194,6 @@ class Entrance:
         taken = take_request(fields, self._config)
         taken.schema, taken.tools = take_schema(fields), take_tools(fields)
         self._check_size(taken)
-        taken.is_chat = path == CHAT
         taken.is_alone = _is_alone(taken, fields)
         given = fields.get("prompt") if path == COMPLETIONS else None
         prompts = given if isinstance(given, list) else [given]
@@ -203,14 +201,14 @@ class Entrance:
         requests: list[ServedRequest] = []
         bodies = []
         for prompt in prompts:
+            group = secrets.token_hex(8) if each > 1 else None
             body = fields if prompt is None else {**fields, "prompt": prompt}
             for _ in range(each):
                 index, seed = len(requests), taken.seed
                 if seed is not None and index:
                     seed = request_seed(seed, index)
                 own: dict[str, Any] = {"over": asyncio.Event(), "when_over": [], "places": []}
-                request = dataclasses.replace(taken, **own)
-                request.loop, request.seed = loop, seed
+                request = dataclasses.replace(taken, loop=loop, seed=seed, group=group, **own)
                 requests.append(request)
                 bodies.append(json.dumps(body).encode())
         return requests, bodies, len(prompts)

@@ -222,7 +222,7 @@ class Running:
             if request is not None:
                 request.streams = streams
                 if request.schema is not None or request.tools is not None:
-                    given = request, inputs["input_ids"], model, processor
+                    given = request, inputs["input_ids"], self.tokenizers[model]
                     request.compile = partial(grammar_of, *given, self._limits.compile_seconds)
             return original(model, processor, inputs, *args, **kwargs)
 
@@ -287,8 +287,7 @@ class Running:
                 settings = _differences(request.config, queue.generation_config)
                 if request.samples:
                     settings["do_sample"] = True
-                if request.seed is not None:
-                    settings["seed"] = request.seed
+                settings |= {"seed": request.seed, "group": request.group}
                 given["max_new_tokens"] = request.config.max_new_tokens
                 given["streaming"] = True
                 if request.log_probs is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Mapping
@@ -27,7 +28,10 @@ def take_tools(body: Mapping[str, Any]) -> dict[str, Any] | None:
     choice = body.get("tool_choice")
     if choice in (None, "auto", "none"):
         return None
-    tools = _functions(body.get("tools"))
+    given = [tool.get("function") or tool for tool in body.get("tools") or ()]
+    any_object = {"type": "object"}
+    named = [function for function in given if function.get("name") is not None]
+    tools = {each["name"]: each.get("parameters") or any_object for each in named}
     if choice == "required" and tools:
         return tools
     function = choice.get("function", choice) if isinstance(choice, Mapping) else {}
@@ -41,38 +45,63 @@ def take_tools(body: Mapping[str, Any]) -> dict[str, Any] | None:
     )
 
 
-def _functions(tools: Any) -> dict[str, Any]:
-    """Return the parameters of functions by name, from the form of either API."""
-    given = tools if isinstance(tools, list) else []
-    each = (tool.get("function", tool) for tool in given if isinstance(tool, Mapping))
-    named = [function for function in each if isinstance(function, Mapping)]
-    any_object = {"type": "object"}
-    return {
-        function["name"]: function.get("parameters") or any_object
-        for function in named
-        if isinstance(function.get("name"), str)
-    }
+CALLS: Mapping[str, Any] = {
+    "open_pattern": r'\s*\{"name": "(?P<name>[^"]*)", "arguments": ',
+    "close": "}\n",
+    "repeats": True,
+    "content": "json",
+    "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+}
+"""The form of calls for a model whose own form is not known: a line of JSON."""
 
 
-def calling(tools: Mapping[str, Any], model: Any, tokenizer: Any, prompt: Any) -> dict[str, Any]:
+def for_calls(processor: Any, model: Any, request: ServedRequest | None) -> Any:
+    """Return the processor with which transformers' server reads the answer to a request.
+
+    If the answer has to call a tool, it is a copy whose template finds the call that the grammar
+    lets the model write, in the model's own form if that is JSON between markers.
+    """
+    if request is None or request.tools is None:
+        return processor
+    from transformers.cli.serving.utils import get_response_template
+
+    called = copy.copy(processor)
+    if hasattr(processor, "tokenizer"):
+        called.tokenizer = copy.copy(processor.tokenizer)
+    tokenizer = getattr(called, "tokenizer", called)
+    template = get_response_template(processor, model) or _any_text(model, tokenizer)
+    if _markers(template["fields"].get("tool_calls", {})) is None:
+        template = {**template, "fields": {**template["fields"], "tool_calls": CALLS}}
+    request.template = tokenizer.response_template = template
+    return called
+
+
+def _any_text(model: Any, tokenizer: Any) -> dict[str, Any]:
+    """Return the template of answers that are a text up to an end token."""
+    ends = model.generation_config.eos_token_id
+    ends = [ends] if isinstance(ends, int) else ends or ()
+    found = "|".join(re.escape(tokenizer.decode([token])) for token in ends)
+    text = {"content": "text", **({"close_pattern": found} if found else {})}
+    return {"start_anchor_pattern": r"\Z", "fields": {"content": text}}
+
+
+def calling(
+    tools: Mapping[str, Any], template: Mapping[str, Any], tokenizer: Any, prompt: Any
+) -> dict[str, Any]:
     """Return the task to compile a grammar of answers that call a tool, after any reasoning.
-
-    Without markers that are known, the answer is the JSON of the call alone.
 
     Args:
         tools: The JSON schema of each tool's parameters, by name.
-        model: The model, whose markers transformers' server knows.
-        tokenizer: Its tokenizer, or the processor that has it.
+        template: How the server finds the call.
+        tokenizer: The model's tokenizer, or the processor that has it.
         prompt: The tokens of the prompt, [length] or [1, length].
     """
-    fields = _fields(model, tokenizer)
-    markers = _markers(fields.get("tool_calls", {})) or ()
-    thinking = fields.get("reasoning_content", {})
+    thinking = template["fields"].get("reasoning_content", {})
     begins = isinstance(thinking.get("open"), str) and isinstance(thinking.get("close"), str)
     text = tokenizer.decode(_last(prompt))
     return {
         "tools": dict(tools),
-        "markers": list(markers),
+        "markers": _markers(template["fields"]["tool_calls"]) or ("", "\n"),
         "thinking": [thinking["open"], thinking["close"]] if begins else None,
         "thinks": begins and text.rstrip().endswith(thinking["open"].rstrip()),
     }
@@ -84,25 +113,15 @@ def _last(prompt: Any) -> list[int]:
     return list(ids[-16:])
 
 
-def _fields(model: Any, tokenizer: Any) -> Mapping[str, Any]:
-    """Return how transformers' server parses a model's answer."""
-    try:
-        from transformers.cli.serving.utils import get_response_template
-    except ImportError:
-        return {}
-    template = get_response_template(tokenizer, model)
-    return template.get("fields", {}) if isinstance(template, Mapping) else {}
-
-
 def _markers(field: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the markers around the JSON of a call, None if a call has another form."""
+    """Return what is around the JSON of a call, None if a call has another form."""
     pattern = field.get("open_pattern", "")
     begin, end = field.get("open", pattern.removeprefix(r"\s*")), field.get("close")
     is_whole = field.get("transform") == {"type": "function", "function": "{content}"}
     is_json = field.get("content") == "json" and "content_args" not in field
     if not (is_json and is_whole and isinstance(begin, str) and isinstance(end, str)):
         return None
-    return (begin, end) if not pattern or re.fullmatch(pattern, begin) else None
+    return (f"{begin}\n", f"\n{end}") if not pattern or re.fullmatch(pattern, begin) else None
 
 
 _TEXT = ("input_ids", "attention_mask", "token_type_ids")
@@ -119,62 +138,44 @@ def take_schema(body: dict[str, Any]) -> str | None:
         The text of a JSON schema, None for any text.
 
     Raises:
-        ValueError: The format is not known.
+        ValueError: A schema is missing.
     """
-    text = body.get("text")
-    of_text = text.pop("format", None) if isinstance(text, dict) else None
-    if text == {}:
-        del body["text"]
-    of_body = body.pop("response_format", None)
-    asked: Any = of_text if of_body is None else of_body
-    kind = asked.get("type") if isinstance(asked, Mapping) else None
-    if asked is None or kind == "text":
+    text = body.get("text") or {}
+    of_text = text.pop("format", None)
+    if not text:
+        body.pop("text", None)
+    asked = body.pop("response_format", None) or of_text or {"type": "text"}
+    if asked["type"] == "text":
         return None
-    if kind == "json_object":
+    if asked["type"] == "json_object":
         return '{"type": "object"}'
-    named = asked.get("json_schema", asked) if kind == "json_schema" else None
-    schema = named.get("schema") if isinstance(named, Mapping) else None
-    if not isinstance(schema, (Mapping, bool)):
-        raise ValueError(
-            f"response_format={shown(asked)} is not understood: give "
-            '{"type": "json_schema", "json_schema": {"name": NAME, "schema": SCHEMA}}, '
-            '{"type": "json_object"} or {"type": "text"}'
-        )
-    return json.dumps(schema)
+    named = asked.get("json_schema") or asked
+    if "schema" not in named:
+        raise ValueError("response_format has no schema: give one, or another type")
+    return json.dumps(named["schema"])
 
 
-def grammar_of(
-    request: ServedRequest, prompt: Any, model: Any, tokenizer: Any, seconds: float
-) -> Any:
-    """Return the logits processor of a request's schema or tools, None if it has neither.
+def grammar_of(request: ServedRequest, prompt: Any, tokenizer: Any, seconds: float) -> Any:
+    """Return the logits processor of a request's schema or tools.
 
     Args:
         request: The request.
         prompt: The tokens of the prompt, [length] or [1, length].
-        model: The model.
-        tokenizer: Its tokenizer, or the processor that has it.
+        tokenizer: The model's tokenizer, or the processor that has it.
         seconds: The longest time to compile.
 
     Raises:
-        ValueError: A schema cannot be compiled, or not in time, xgrammar is not installed, or the
-            model's way to call tools is unknown, outside of chat completions.
+        ValueError: A schema cannot be compiled, or not in time, or xgrammar is not installed.
     """
-    if request.schema is None and request.tools is None:
-        return None
     try:
         from lookahead_hf import structured
     except ImportError as error:
         raise ValueError(f"response_format and tool_choice: {error}") from error
     what, task = "the JSON schema", {"schema": request.schema}
     if request.tools is not None:
+        assert request.template is not None
         what = "the parameters of a tool"
-        task = calling(request.tools, model, tokenizer, prompt)
-        request.writes_call = not task["markers"]
-        if request.writes_call and not request.is_chat:
-            raise ValueError(
-                "tool_choice: how this model writes a call is not known: use the chat completions, "
-                'or "auto"'
-            )
+        task = calling(request.tools, request.template, tokenizer, prompt)
     try:
         told = structured.vocabulary(tokenizer)
         trials.run(told, task, lambda: request.is_cancelled, seconds)

@@ -29,7 +29,7 @@ from lookahead_hf.tools.serving.fields import Live, ServedRequest, allowed, curr
 from lookahead_hf.tools.serving.limits import USUAL, Limits
 from lookahead_hf.tools.serving.middleware import Entrance
 from lookahead_hf.tools.serving.running import Running, add_to_call
-from lookahead_hf.tools.serving.schemas import check_media, grammar_of
+from lookahead_hf.tools.serving.schemas import check_media, for_calls
 from lookahead_hf.verification import rng
 
 PREFIX = "lookahead_hf:spec_decode_num_"
@@ -211,15 +211,16 @@ def _enable_models(manager: Any, enable: Callable[[Any, Any], None]) -> None:
     load = manager.load_model_and_processor
 
     def load_and_enable(*args: Any, **kwargs: Any) -> Any:
+        request = current.get()
         try:
             model, processor = load(*args, **kwargs)
         except (OSError, ValueError) as error:
-            if (request := current.get()) is not None:
+            if request is not None:
                 why = str(error).strip().partition("\n")[0]
                 request.refusal = f"the model cannot be loaded: {why}"
             raise
         enable(model, processor)
-        return model, processor
+        return model, for_calls(processor, model, request)
 
     for timed in manager.loaded_models.values():
         enable(timed.model, timed.processor)
@@ -302,9 +303,6 @@ class ServedGenerate:
         ids = kwargs.get("input_ids")
         if config is None or ids is None:
             return
-        if request.grammar is None:
-            seconds = self._limits.compile_seconds
-            request.grammar = grammar_of(request, ids, self._model, self._tokenizer, seconds)
         num_prompt, model, tokenizer = ids.shape[-1], self._model, self._tokenizer
         added = add_to_call(request, config, num_prompt, model, tokenizer, self._limits)
         for name, own in added.items():

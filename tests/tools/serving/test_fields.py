@@ -11,6 +11,7 @@ import pytest
 from lookahead_hf import SpeculativeConfig, SpeculativeStats
 from lookahead_hf.ngram_pool import NgramPool
 from lookahead_hf.tools.serving.answers import Reply, TextEnd
+from lookahead_hf.tools.serving.checks import CHAT, check_fields
 from lookahead_hf.tools.serving.fields import ServedRequest, take_request
 
 POOL = NgramPool(64)
@@ -53,14 +54,16 @@ def test_a_prediction_is_a_string_or_parts(content: Any) -> None:
         ("speculative", {"speed": 2}, "known: drafters, max_draft_nodes"),
         ("speculative", {"pool": "/etc/passwd"}, "--pool FILE"),
         ("speculative", {"learn": True}, '"learn": true'),
-        ("prediction", "text", '"content": TEXT'),
-        ("prediction", {"type": "content"}, '"content": TEXT'),
-        ("prediction", {"type": "content", "content": [{"type": "image"}]}, '"type": "text"'),
+        ("prediction", "text", "prediction='text' is not served: Input should be a valid dict"),
+        ("prediction", {"type": "content"}, "content is missing"),
+        ("prediction", {"type": "content", "content": [{"type": "image"}]}, "should be 'text'"),
     ],
 )
 def test_a_wrong_value_is_told_what_is_allowed(field: str, value: Any, allowed: str) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], field: value}
     with pytest.raises(ValueError, match=allowed):
-        take_request({field: value}, SERVER)
+        check_fields(CHAT, body, "m")
+        take_request(body, SERVER)
 
 
 @pytest.mark.parametrize(

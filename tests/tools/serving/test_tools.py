@@ -13,7 +13,8 @@ from transformers import AutoTokenizer
 
 from lookahead_hf import SpeculativeConfig, structured, totals
 from lookahead_hf.tools.serving.compiling import compile_task
-from lookahead_hf.tools.serving.schemas import calling, take_tools
+from lookahead_hf.tools.serving.fields import ServedRequest
+from lookahead_hf.tools.serving.schemas import calling, for_calls, take_tools
 from tests.helpers import grammars
 from tests.helpers.grammars import LEVEL, schema
 from tests.helpers.served import Served, save_ascii_chat, serving
@@ -41,16 +42,20 @@ TEMPLATE = {
 }
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["alone", "together"])
+@pytest.fixture(
+    scope="module", params=[(True, TEMPLATE), (False, None)], ids=["together", "form not known"]
+)
 def served(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Served]:
+    together, template = request.param
     folder = save_ascii_chat(tmp_path_factory.mktemp("model"))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.response_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
+    if template is not None:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer.response_template = template
+        tokenizer.save_pretrained(folder)
     config = SpeculativeConfig(**DRAFTING)
-    with serving(folder, config, continuous_batching=request.param) as served:
+    with serving(folder, config, continuous_batching=together) as served:
         yield served
 
 
@@ -131,7 +136,7 @@ def test_an_answer_that_ends_within_a_call_is_a_bad_request(served: Served) -> N
     from openai import BadRequestError
 
     with pytest.raises(BadRequestError, match="ends within a tool's call: allow more tokens"):
-        served.ask(tools=TOOLS, tool_choice="required", max_tokens=12)
+        served.ask(tools=TOOLS, tool_choice="required", max_tokens=40)
 
 
 def test_what_asks_for_no_call() -> None:
@@ -143,64 +148,34 @@ def test_what_asks_for_no_call() -> None:
     }
 
 
-def of_type(model_type: str) -> Any:
-    return SimpleNamespace(config=SimpleNamespace(model_type=model_type))
-
-
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_5", "gemma4"])
-def test_a_model_whose_markers_are_not_known_writes_the_json_alone(model_type: str) -> None:
-    tokenizer = grammars.tokenizer()
-    task = calling({"stop": schema()}, of_type(model_type), tokenizer, tokenizer.encode("a"))
-    matcher = xgrammar.GrammarMatcher(
-        structured.compiled("a call", task, tokenizer, compile_task).compiled_grammars[0]
-    )
-    assert matcher.accept_string('{"name": "stop", "arguments": {}}') and matcher.is_completed()
-
-
-@pytest.fixture(scope="module")
-def unmarked(folder: str) -> Iterator[Served]:
-    with serving(folder, SpeculativeConfig(**DRAFTING)) as served:
-        yield served
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_call_is_made_of_the_json_of_any_model(unmarked: Served, stream: bool) -> None:
-    before = totals(unmarked.model).stats.num_accepted
-    function, why = called(unmarked, stream, tool_choice=ONE)
-    assert function.name == "place" and why == "tool_calls"
-    assert json.loads(function.arguments) == {"at": "Great Britain"}
-    assert totals(unmarked.model).stats.num_accepted > before
-
-
-def test_a_call_that_is_not_complete_or_has_no_place_is_a_bad_request(unmarked: Served) -> None:
-    from openai import APIError, BadRequestError
-
-    for stream in (False, True):
-        with pytest.raises(APIError, match="ends within a tool's call: allow more tokens"):
-            list(unmarked.ask(tools=TOOLS, tool_choice=ONE, max_tokens=12, stream=stream))
-    tools = [{"type": "function", **WEATHER}]
-    with pytest.raises(BadRequestError, match="use the chat completions"):
-        unmarked.client.responses.create(
-            model=unmarked.folder, input="a", tools=tools, tool_choice="required"
-        )
+LINE = '{"name": "stop", "arguments": {}}\n'
+CALL = f"<tool_call>\n{LINE}</tool_call>"
 
 
 @pytest.mark.parametrize(
-    ("prompt", "text", "is_right"),
+    ("model_type", "prompt", "text", "is_right"),
     [
-        ("a", "<tool_call>\n{}\n</tool_call>", True),
-        ("a", "<think>well, <tool</think>\n\n<tool_call>\n{}\n</tool_call>", True),
-        ("a", "well</think>", False),
-        ("a <think>\n", "well</think>\n\n<tool_call>\n{}\n</tool_call>", True),
-        ("a <think>\n\n</think>\n\n", "<tool_call>\n{}\n</tool_call>", True),
-        ("a", "Certainly", False),
+        ("llama", "a", LINE, True),
+        ("gemma4", "a", LINE, True),
+        ("qwen3_5", "a <think>\n", f"well</think>\n\n{LINE}", True),
+        ("qwen3", "a", CALL, True),
+        ("qwen3", "a", f"<think>well, <tool</think>\n\n{CALL}", True),
+        ("qwen3", "a", "well</think>", False),
+        ("qwen3", "a <think>\n", f"well</think>\n\n{CALL}", True),
+        ("qwen3", "a <think>\n\n</think>\n\n", CALL, True),
+        ("qwen3", "a", "Certainly", False),
     ],
 )
-def test_reasoning_comes_before_a_call_of_qwens(prompt: str, text: str, is_right: bool) -> None:
-    tokenizer = grammars.tokenizer()
-    task = calling({"stop": schema()}, of_type("qwen3"), tokenizer, tokenizer.encode(prompt))
+def test_reasoning_comes_before_a_call(
+    model_type: str, prompt: str, text: str, is_right: bool
+) -> None:
+    tokenizer, request = grammars.tokenizer(), ServedRequest(tools={"stop": schema()})
+    ends = SimpleNamespace(eos_token_id=tokenizer.eos_token_id)
+    model = SimpleNamespace(config=SimpleNamespace(model_type=model_type), generation_config=ends)
+    assert for_calls(tokenizer, model, request).response_template == request.template
+    assert request.tools is not None and request.template is not None
+    task = calling(request.tools, request.template, tokenizer, tokenizer.encode(prompt))
     own = structured.compiled("a call", task, tokenizer, compile_task)
     matcher = xgrammar.GrammarMatcher(own.compiled_grammars[0])
-    written = text.replace("{}", '{"name": "stop", "arguments": {}}')
-    assert matcher.accept_string(written) == is_right
+    assert matcher.accept_string(text) == is_right
     assert matcher.is_completed() == is_right
