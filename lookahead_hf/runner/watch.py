@@ -164,7 +164,7 @@ class Watch:
         self._data = [(each, each.data_ptr(), each.untyped_storage()) for each in baked]
         self._attention = _attention_functions() if is_graph else ()
         self._found += map(_Same, self._attention)
-        settings = _of_process(distinct[0].device.type) if is_graph else ()
+        settings = _process_settings(distinct[0].device.type) if is_graph else ()
         self.key = (*settings, *self._found)
         self._found.clear()
 
@@ -300,7 +300,7 @@ def addresses(tensor: torch.Tensor) -> list[tuple[Any, ...]]:
     return [(tensor.data_ptr(), tensor.is_neg(), tensor.dtype, tensor.shape, tensor.stride())]
 
 
-def _of_process(device: str) -> tuple[Any, ...]:
+def _process_settings(device: str) -> tuple[Any, ...]:
     """Return the settings of the process that decide which operations a forward runs."""
     cuda = torch.backends.cuda
     cudnn: Any = torch.backends.cudnn  # stubs lack its parts

@@ -104,7 +104,7 @@ def other_class(model: Any) -> None:
 
 
 def rescaled(model: Any) -> None:
-    model.model.layers[2].self_attn.scaling *= 3
+    model.model.layers[1].self_attn.scaling *= -3.0
 
 
 def other_epsilon(model: Any) -> None:

@@ -21,7 +21,16 @@ from lookahead_hf.runner import watch
 from lookahead_hf.runner.patched import patched
 from lookahead_hf.runner.watch import Watch
 from tests.helpers.calls import GREEDY, padded
-from tests.helpers.changes import CHANGES, IN_PLACE, adapted
+from tests.helpers.changes import (
+    CHANGES,
+    IN_PLACE,
+    adapted,
+    hooked,
+    pre_hooked,
+    replaced_data,
+    replaced_forward,
+    rescaled,
+)
 from tests.helpers.device import HostReads, Tape, TapeRecorder
 from tests.helpers.models import tiny
 from tests.helpers.replayed import Switch, compare, sets_of, small, streamed
@@ -55,38 +64,11 @@ def put(name: str, value: Any) -> Callable[[Any], None]:
     return lambda model: setattr(model.model.layers[1].mlp, name, value)
 
 
-def steer_outputs(model: Any) -> None:
-    def other_logits(module: Any, args: Any, outputs: Any) -> Any:
-        outputs.logits = outputs.logits.roll(1, -1)
-        return outputs
-
-    model.register_forward_hook(other_logits)
-
-
-def steer_inputs(model: Any) -> None:
-    model.model.norm.register_forward_pre_hook(lambda module, args: (args[0].roll(1, -1),))
-
-
 def hook_all(model: Any) -> None:
     def scaled(module: Any, args: Any, output: Any) -> Any:
         return output * 1.5 if module is model.model.layers[1].mlp else output
 
     torch.nn.modules.module.register_module_forward_hook(scaled)
-
-
-def replace_forward(model: Any) -> None:
-    layer = model.model.layers[1].mlp
-    own = layer.forward
-    layer.forward = lambda x: own(x) * 1.5
-
-
-def scale(model: Any) -> None:
-    model.model.layers[1].self_attn.scaling *= -3.0
-
-
-def turn_data(model: Any) -> None:
-    weight = model.model.layers[1].mlp.down_proj.weight
-    weight.data = -weight.data
 
 
 def watched(model: Any) -> Watch:
@@ -100,10 +82,10 @@ def blockers(model: Any, **extras: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (steer_outputs, HOOKS),
-        (steer_inputs, HOOKS),
+        (hooked, HOOKS),
+        (pre_hooked, HOOKS),
         (hook_all, HOOKS),
-        (replace_forward, REPLACED),
+        (replaced_forward, REPLACED),
         (put("_hf_hook", object()), OFFLOADED),
     ],
 )
@@ -117,7 +99,7 @@ def test_what_a_graph_would_pass_over_is_named(
 
 def test_what_a_graph_would_pass_over_is_run(made: list[TapeRecorder]) -> None:
     model = small()
-    steer_outputs(model)
+    hooked(model)
     assert compare(model, padded("none")).execution == HOOKS
 
 
@@ -278,7 +260,7 @@ def test_fused_kernels_are_captured(
     assert blockers(model) == [REPLACED]
 
 
-@pytest.mark.parametrize(("change", "sampled"), [(scale, False), (turn_data, True)])
+@pytest.mark.parametrize(("change", "sampled"), [(rescaled, False), (replaced_data, True)])
 def test_what_a_graph_has_frozen_makes_a_new_one(
     change: Callable[[Any], None], sampled: bool, made: list[TapeRecorder]
 ) -> None:
@@ -312,7 +294,7 @@ def test_forwards_of_a_class_are_told_apart(
         assert compare(model, padded("none")).execution == "replayed"
 
 
-@pytest.mark.parametrize("change", [scale, steer_outputs, turn_data])
+@pytest.mark.parametrize("change", [rescaled, hooked, replaced_data])
 def test_changes_in_the_middle_of_a_call_count(
     change: Callable[[Any], None],
     made: list[TapeRecorder],
@@ -355,8 +337,8 @@ def test_graphs_are_used_again_where_a_change_was_undone(made: list[TapeRecorder
 
 def test_nothing_is_captured_of_a_model_that_was_changed(made: list[TapeRecorder]) -> None:
     model = small()
-    text, stats = streamed(model, True, Switch({1: lambda: scale(model)}))
+    text, stats = streamed(model, True, Switch({1: lambda: rescaled(model)}))
     assert stats.execution == CHANGED
     assert sets_of(made) == []
     model = small()
-    assert streamed(model, False, Switch({1: lambda: scale(model)}))[0] == text
+    assert streamed(model, False, Switch({1: lambda: rescaled(model)}))[0] == text

@@ -83,9 +83,12 @@ class CudaRunner(Runner):
 
     def _prepare(self, beginning: PromptState) -> None:
         """Make the step, in a set of graphs if there is one for it."""
-        self._state = StepState(self.cache, beginning.next_position)
         if self._wanted is not False:
-            self._enter_graphs(beginning.passed)
+            self._enter_graphs(beginning)
+        if self._set is not None:
+            self._state = self._set.state
+        else:
+            self._state = StepState(self.cache, beginning.next_position)
         self._function = StepFunction(self.model, beginning, self._state, self.by_kernel)
         # A call that ends with its first token has no step, and no position for one.
         tries = self._shape is None and self._room > 1
@@ -115,23 +118,22 @@ class CudaRunner(Runner):
             return self._room >= graphs.WORTHWHILE
         return bool(self._wanted)
 
-    def _enter_graphs(self, passed: dict[str, Any]) -> None:
+    def _enter_graphs(self, beginning: PromptState) -> None:
         """Move into a set of the model's graphs, if it has one for the call or may make one."""
         self._watch = self._watched()
-        reasons = watch.blockers(self.model, passed)
+        reasons = watch.blockers(self.model, beginning.passed)
         if reasons:
             self.execution = reasons[0]
             return
-        self._graphs = graphs.of_model(self.model)
-        arguments = repr(sorted(passed.items()))
+        self._graphs = graphs.graphs_of(self.model)
+        arguments = repr(sorted(beginning.passed.items()))
         kind = self._watch.key, self._decides, arguments, self._shape is None
         slots = max(self.cache.slots.longest + self._room + MAX_WIDTH, self._most)
+        given = self.cache, beginning.next_position, slots, self._creates
         try:
-            self._set = self._graphs.enter(kind, self.cache, self._state, slots, self._creates)
+            self._set = self._graphs.enter(kind, *given)
         except Uncapturable as error:
             self.execution = str(error)
-            return
-        self._state = self._set.state
 
     def _watched(self) -> Watch:
         return Watch(self.model.modules(), is_graph=True)

@@ -91,7 +91,7 @@ def test_where_the_kernel_attends_one_graph_serves_all_lengths(
     with taped(monkeypatch) as made:
         stats = compare(model, padded("left"), do_sample=do_sample)
         (recorder,) = made
-        (kept,) = graphs.of_model(model).sets
+        (kept,) = graphs.graphs_of(model).sets
         assert {*kept.recordings} <= {(width, 128, not do_sample) for width in graphs.WIDTHS}
         compare(model, padded("holes"), max_new_tokens=20, do_sample=do_sample)
     assert stats.execution == "replayed"
@@ -107,7 +107,7 @@ def test_a_mask_that_a_layer_reads_has_no_more_slots_than_are_used(
     monkeypatch.setattr(tree_attention, "is_faster", lambda *_: next(turns))
     model = tiny("llama", num_hidden_layers=2)
     assert compare(model, padded("left")).execution == "replayed"
-    (kept,) = graphs.of_model(model).sets
+    (kept,) = graphs.graphs_of(model).sets
     assert {visible for _, visible, _ in kept.recordings} == {32, 64, 128}
     assert attends[False]
 
@@ -157,7 +157,7 @@ def test_longer_texts_show_more_slots(
     monkeypatch.setattr(graphs, "LEAST_VISIBLE", 16)
     stats = compare(model := tiny("mistral"), padded("left"), max_new_tokens=70)
     assert stats.execution == "replayed"
-    (kept,) = graphs.of_model(model).sets
+    (kept,) = graphs.graphs_of(model).sets
     assert {visible for _, visible, _ in kept.recordings} == {32, 64, 128}
 
 
@@ -177,7 +177,7 @@ def test_widths_that_nobody_asks_for_are_not_captured(monkeypatch: pytest.Monkey
             *(model, lambda: dict(call), call["input_ids"].shape[1], RandomTrees(depth=4)),
             cuda_graphs=True,
         )
-    (kept,) = graphs.of_model(model).sets
+    (kept,) = graphs.graphs_of(model).sets
     assert {width for width, _, _ in kept.recordings} == asked
     assert len(asked) > 1 and max(asked) <= 16 < max(graphs.WIDTHS)
 
@@ -193,7 +193,7 @@ def test_steps_of_one_token_move_nothing(
 
     monkeypatch.setattr(kernels, "compact_path", noted)
     compare(model := small(), padded("left"))
-    (kept,) = graphs.of_model(model).sets
+    (kept,) = graphs.graphs_of(model).sets
     assert {width for width, _, _ in kept.recordings} - widths == {1}
 
 
@@ -265,7 +265,7 @@ def test_a_width_that_waits_leaves_the_others_captured(
     monkeypatch.setattr(kind, "forward", waiting)
     compare(model, padded("left"))
     assert compare(model, padded("left")).num_steps > 2
-    (kept,) = graphs.of_model(model).sets
+    (kept,) = graphs.graphs_of(model).sets
     assert {width for width, _, _ in kept.recordings} == {1, 16}
     assert list(kept.refused) == [4]
 

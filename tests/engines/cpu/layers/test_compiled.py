@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache, partial, wraps
 from random import Random
 from types import SimpleNamespace
@@ -141,48 +141,13 @@ def test_a_family_writes_plains_text(name: str, rows: int, monkeypatch: pytest.M
         assert stats.fallback_reason is None and stats.num_accepted > 0
         assert stats.execution == "compiled"
         assert [each.is_trusted for each in layers_of(model)] == [True] * 4  # with the output layer
+        kept = state_of(model).get(CompiledLayers)
+        assert kept is not None and kept.is_current()  # a call leaves the layers as they were
         steps = stats.num_steps  # the first of which tries each layer, and the others call once
         assert counts.count(3) == steps - 1 and counts.count(1) == 3 + steps
     assert ours.sequences.tolist() == plain.sequences.tolist()
     for own, other in zip(ours.logits, plain.logits, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-3, atol=1e-3)
-
-
-class OnThreads(RandomTrees):
-    """Random trees; once the prompt is read, the steps run on so many threads."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__(seed=count)
-        self.count = count
-
-    def __call__(self, rest: list[int]) -> Any:
-        torch.set_num_threads(self.count)
-        return super().__call__(rest)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "olmo2"])
-def test_the_bits_of_a_text_do_not_depend_on_drafts_or_threads(
-    name: str, dtype: torch.dtype
-) -> None:
-    model, ids = of_family(name, dtype), prompt(1, 11)
-    call = {"max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True}
-    found, threads = [], torch.get_num_threads()
-    with lookahead_hf.enabled(model):
-        model.generate(ids, **call, speculative={"budget": 0})  # finds out whom to trust
-        alone = model.generate(ids, **call, output_logits=True, speculative={"budget": 0})
-        truths = continuations(alone.sequences, 11)
-        for count in (1, 2, 4):
-            config = scripted(truths, OnThreads(count))
-            try:
-                drafted = model.generate(ids, **call, output_logits=True, speculative=config)
-            finally:
-                torch.set_num_threads(threads)
-            assert drafted.speculative_stats.num_accepted > 0
-            assert drafted.speculative_stats.execution == "compiled"
-            found.append(torch.cat(drafted.logits))
-    for logits in found:
-        assert torch.equal(logits, torch.cat(alone.logits))
 
 
 class OfEveryWidth:
@@ -202,9 +167,14 @@ class OfEveryWidth:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("rows", "widest"), [(1, 64), (3, 41)])
-def test_bits_are_the_same_at_every_width(rows: int, widest: int, dtype: torch.dtype) -> None:
-    model, ids = of_family("llama", dtype), prompt(rows, 11)
+@pytest.mark.parametrize(
+    ("name", "rows", "widest"),
+    [("llama", 1, 64), ("llama", 3, 41), ("gemma3_text", 1, 16), ("olmo2", 1, 16)],
+)
+def test_bits_are_the_same_at_every_width(
+    name: str, rows: int, widest: int, dtype: torch.dtype
+) -> None:
+    model, ids = of_family(name, dtype), prompt(rows, 11)
     mask, threads = torch.ones_like(ids), torch.get_num_threads()
     for row in range(1, rows):
         mask[row, : 3 * row] = 0
@@ -237,10 +207,6 @@ def test_a_layer_that_gives_other_results_runs_itself(monkeypatch: pytest.Monkey
 
 
 # Changes to a model.
-
-
-def half() -> Any:
-    return tiny("llama").to(torch.bfloat16)
 
 
 def laid(model: Any) -> list[Any]:
@@ -392,7 +358,7 @@ def test_a_method_of_an_object_counts_at_once(in_mid_call: bool) -> None:
 MIXABLE = tuple(each for each in CHANGES if each not in (switched, moved_on, merged))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_changes_count_at_once(seed: int) -> None:
     """Some of them between calls, and others in the middle of one."""
     random = Random(seed)
@@ -581,48 +547,6 @@ def test_a_layer_that_is_there_twice_runs_itself() -> None:
     assert CompiledLayers(model).refused == {
         f"{execution.UNKNOWN}: several layers share a layer of the cache"
     }
-
-
-def test_another_dtype_counts() -> None:
-    model = half()
-    assert run(model, True).execution == "compiled"
-    own = run(model.to(torch.float32), False)
-    ours = run(model, True)
-    assert ours.execution == "compiled" and ours.text == own.text
-
-
-class Watching(torch.overrides.TorchFunctionMode):
-    """Counts multiplications by weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is nn.functional.linear
-        return func(*args, **(kwargs or {}))
-
-
-def test_whoever_watches_sees_the_models_own_calls() -> None:
-    model = single()
-    assert run(model, True).execution == "compiled"
-    with Watching() as watching:
-        bits = run(model, True)
-    assert bits.execution == "model" and watching.count > 0
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert run(model, True).execution == "model"
-    assert run(model, True).execution == "compiled"
-
-
-@pytest.mark.parametrize("way", ["default", "context"])
-def test_a_default_device_is_no_watcher(way: str) -> None:
-    model = single()
-    torch.set_default_device("cpu" if way == "default" else None)
-    try:
-        with torch.device("cpu") if way == "context" else nullcontext():
-            assert run(model, True).execution == "compiled"
-    finally:
-        torch.set_default_device(None)
 
 
 def test_calls_in_threads_write_their_texts() -> None:

@@ -63,16 +63,6 @@ def test_another_call_of_a_layer_is_left_in_its_place(in_mid_call: bool) -> None
         assert stats.layers == {"compiled": NUM_LAYERS, "model": 1}
 
 
-@pytest.mark.slow
-def test_a_layer_may_be_compiled_by_torch_in_mid_call() -> None:
-    model = tiny("llama")
-    run(model, True)
-    stats = run_as_plain(model, lambda: model.model.layers[1].compile(backend="eager"))
-    assert stats.execution == "compiled" and stats.own_code == (execution.OTHER_CALL,)
-    stats = run_as_plain(model)  # uncompiled by torch
-    assert stats.layers == {"compiled": 1 + NUM_LAYERS, "model": 0}
-
-
 def test_the_calls_of_another_description_are_left_in_their_place() -> None:
     """Two threads have described the model, and something was changed between."""
     model = tiny("llama")
