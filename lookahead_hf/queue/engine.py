@@ -108,10 +108,7 @@ class Engine:
         Each gets copies of the request's processors and criteria. `wait` waits until there is room.
         """
         given, ids = state.logit_processor_kwargs, text_ids(state)
-        own, group = given.pop("seed", None), given.pop("group", None)
-        if group is None and state.num_children:
-            group = state.request_id
-        number = -1 if group is None else hash(group)  # which is never -1
+        own = given.pop("seed", None)
         states = [*map(state.fork, ids[:-1]), state]
         with self.changed:
             wait()
@@ -121,7 +118,7 @@ class Engine:
                 if own is not None and each is not state:
                     seed = request_seed(own, 1 + place)
                 names = frozenset({each.request_id, state.request_id})
-                job = Job(each, index, seed, names, own_objects(each), number)
+                job = Job(each, index, seed, names, own_objects(each))
                 self.waiting.append(job)
             self._num_texts += len(states)
             self.changed.notify_all()

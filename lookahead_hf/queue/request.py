@@ -191,7 +191,6 @@ class Job:
         index: How many texts were added before.
         names: Ids that cancel it: its own and that of its request.
         objects: See `own_objects`.
-        group: The number of the group whose texts draft from each other, -1 for none.
         wanted: The log probabilities that its output holds.
     """
 
@@ -200,7 +199,6 @@ class Job:
     seed: int
     names: frozenset[str] = frozenset()
     objects: frozenset[int] = frozenset()
-    group: int = -1
     call: PreparedCall | None = None
     rules: Rules | None = None
     constraint: Constraint | None = None

@@ -237,7 +237,7 @@ class QueueSession(Session):
             return
         assert job.rules is not None
         job.state.status = RequestStatus.DECODING
-        self.rows.take(row, ids, job.group)
+        self.rows.take(row, ids)
         self.most_new[row] = job.call.num_draftable
         self.verifier.take(self.rows, row, job.rules, logits)
 

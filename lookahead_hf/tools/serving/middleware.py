@@ -201,14 +201,13 @@ class Entrance:
         requests: list[ServedRequest] = []
         bodies = []
         for prompt in prompts:
-            group = secrets.token_hex(8) if each > 1 else None
             body = fields if prompt is None else {**fields, "prompt": prompt}
             for _ in range(each):
                 index, seed = len(requests), taken.seed
                 if seed is not None and index:
                     seed = request_seed(seed, index)
                 own: dict[str, Any] = {"over": asyncio.Event(), "when_over": [], "places": []}
-                request = dataclasses.replace(taken, loop=loop, seed=seed, group=group, **own)
+                request = dataclasses.replace(taken, loop=loop, seed=seed, **own)
                 requests.append(request)
                 bodies.append(json.dumps(body).encode())
         return requests, bodies, len(prompts)

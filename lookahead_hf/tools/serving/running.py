@@ -287,7 +287,7 @@ class Running:
                 settings = _differences(request.config, queue.generation_config)
                 if request.samples:
                     settings["do_sample"] = True
-                settings |= {"seed": request.seed, "group": request.group}
+                settings["seed"] = request.seed
                 given["max_new_tokens"] = request.config.max_new_tokens
                 given["streaming"] = True
                 if request.log_probs is not None:
