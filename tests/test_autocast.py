@@ -10,7 +10,7 @@ import torch
 import lookahead_hf
 from lookahead_hf.model import self_test
 from lookahead_hf.model.state import state_of
-from lookahead_hf.tools.cli.near_ties import find_partings
+from lookahead_hf.tools.cli.near_ties import find_divergences
 from tests.helpers import compared
 from tests.helpers.architectures import build
 from tests.helpers.models import left_padded, prompt, tiny
@@ -35,8 +35,8 @@ def test_a_text_parts_from_plains_at_near_ties_alone(model_type: str, dtype: Any
         ours = model.generate(**call, speculative=drafts)
         compared.speculated(model)
         texts = [each[:, 17:].tolist() for each in (plain, ours)]
-        partings = find_partings(model, call, texts[0], texts[1:], dtype=dtype)[0]
-    assert [each for each in partings if each and not each.is_near_tie] == []
+        divergences = find_divergences(model, call, texts[0], texts[1:], dtype=dtype)[0]
+    assert [each for each in divergences if each and not each.is_near_tie] == []
 
 
 @pytest.mark.parametrize("compiled", [False, True])
