@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 SIZES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Draft nodes per row whose costs are told apart in padded blocks."""
+"""Draft sizes with a measured cost each, in padded blocks."""
 
 FLAT_SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Tokens of all rows whose costs are told apart in flat blocks. In float32, four tokens take a
+"""Numbers of tokens with a measured cost each, in flat blocks. In float32, four tokens take a
 fifth longer than three, and the next ones add much less."""
 
 KEPT_SAMPLES = 9
