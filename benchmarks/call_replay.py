@@ -17,7 +17,7 @@ import torch
 
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.draft import ROOT, DraftTree, Verdict
-from lookahead_hf.drafting.budget import SteadySteps
+from lookahead_hf.drafting.budget import FixedRunner
 from lookahead_hf.drafting.drafter import Drafter, Step
 from lookahead_hf.drafting.session import DraftSession, Limits
 from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
@@ -140,7 +140,7 @@ def replay(
     rows = Rows(tokens[None, : length - 1])
     rows.emit(0, int(tokens[length - 1]))
     limits = Limits(False, 2**31, max_new_tokens)
-    drafts = DraftSession(model, config, rows, list(sources), limits, SteadySteps())
+    drafts = DraftSession(model, config, rows, list(sources), limits, FixedRunner())
     recycling = [source for source in sources if isinstance(source, RecordedRecycling)]
     drafts.begin(rows)
     budgets: Counter[int] = Counter()

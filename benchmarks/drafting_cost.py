@@ -37,7 +37,7 @@ from lookahead_hf import SpeculativeConfig
 from lookahead_hf.call.prepared import Request
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting import ensemble
-from lookahead_hf.drafting.budget import SteadySteps
+from lookahead_hf.drafting.budget import FixedRunner
 from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.session import DraftSession, Limits
 from lookahead_hf.drafting.topk import BestTokens
@@ -149,7 +149,7 @@ def measure(texts: Sequence[Text], system: str, vocab_size: int, nodes: int) -> 
     batch = Batch(texts, vocab_size)
     config, limits = SpeculativeConfig(), Limits(False, vocab_size, 2**31)
     sources = build(Request(config))
-    drafts = DraftSession(MemoryHolder(), config, batch.rows, sources, limits, SteadySteps())
+    drafts = DraftSession(MemoryHolder(), config, batch.rows, sources, limits, FixedRunner())
     drafts._budget.choose = lambda tree: np.minimum(np.diff(tree.row_offsets), nodes)  # type: ignore[method-assign]
     drafts.begin(batch.rows)
     proposed, observed, num_drafted, num_tokens, count = [], [], 0, 0, len(texts)

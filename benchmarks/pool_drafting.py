@@ -25,7 +25,7 @@ from lookahead_hf.drafting.rates import Calibration
 from lookahead_hf.drafting.sources import _recycling_numba as recycling
 from lookahead_hf.drafting.sources.ngram import NgramDrafter
 from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
-from lookahead_hf.ngram_pool import NgramPool, _numba, _pool_numba
+from lookahead_hf.ngram_pool import NgramPool, _rows_numba
 from lookahead_hf.rows import Rows
 from lookahead_hf.sources.pool import PoolDrafter
 
@@ -34,9 +34,8 @@ VERIFIED = 16
 """Nodes whose logits a step learns from."""
 
 COMPILED = (
-    (_numba, "grow"),
+    (_rows_numba, "grow_rows"),
     (recycling, "grow_trees"),
-    (_pool_numba, "grow"),
     (merging, "merge_trees"),
 )
 """The compiled functions in which a proposal spends its time."""

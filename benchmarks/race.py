@@ -8,6 +8,7 @@ drafted it. Each side shows its run of median time. The token ids of both sides 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby, pairwise
@@ -87,7 +88,8 @@ def draw(plain: Run, fast: Run, texts: tuple[str, ...], prompt: str, about: str)
     for name in [*sources, MODEL]:  # x is still that of the right side
         parts.append(svg.text(x, bottom + 58, f"{name} {counts[name]}", styles[name]))
         x += svg.CHARACTER * len(f"{name} {counts[name]}   ")
-    return svg.document(2 * SIDE, bottom + 78, about, "".join(parts), colours, INK, PAPER)
+    parts.append(svg.text(18 + SIDE, bottom + 71, "tokens by who foresaw them", "dim"))
+    return svg.document(2 * SIDE, bottom + 78, about, "".join(parts), colours, INK, PAPER, total)
 
 
 def main() -> None:
@@ -112,6 +114,7 @@ def main() -> None:
     if plain.ids != fast.ids:
         raise SystemExit("the texts differ, as near ties in half precision may fall either way")
     about = "{model}, {dtype}, {threads} of {cores} CPU cores".format(**machine(model))
+    about = re.sub("-[0-9a-f]{8},", ",", about)  # the demo's folder ends in a checksum
     picture = draw(plain, fast, pieces_of(tokenizer, plain.ids), chosen.splitlines()[0], about)
     options.picture.write_text(picture)
     print(f"{plain.times[-1]:.2f} s plain, {fast.times[-1]:.2f} s speculative")

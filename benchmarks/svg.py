@@ -49,17 +49,17 @@ def line(points: list[tuple[float, float]], style: str) -> str:
 
 
 def between(start: float, end: float, total: float, content: str) -> str:
-    """Show elements from `start` to `end`, in a loop of `total` seconds.
+    """Show elements from `start` to `end`, in the loop of `total` seconds of a document.
 
     Viewers that do not animate show what stays to the end of the loop.
     """
-    values, times, hidden = "0;1", f"0;{start / total:.4f}", ""
+    first, last = (f"{100 * at / total:.2f}" for at in (start, end))
+    steps, hidden = f"0%{{opacity:0}}{first}%{{opacity:1}}", ""
     if end < total:
-        values, times, hidden = "0;1;0", f"{times};{end / total:.4f}", ' opacity="0"'
-    return (
-        f'<g{hidden}>{content}<animate attributeName="opacity" values="{values}" '
-        f'keyTimes="{times}" calcMode="discrete" dur="{total:.2f}s" repeatCount="indefinite"/></g>'
-    )
+        steps, hidden = f"{steps}{last}%{{opacity:0}}", ' opacity="0"'
+    name = f"from{first}to{last}".replace(".", "_")
+    style = f"<style>@keyframes {name}{{{steps}}}</style>"
+    return f'<g{hidden} style="animation-name:{name}">{style}{content}</g>'
 
 
 def document(
@@ -70,6 +70,7 @@ def document(
     colours: dict[str, str],
     ink: str,
     paper: str = "none",
+    loop: float = 0,
 ) -> str:
     """A whole picture.
 
@@ -81,6 +82,8 @@ def document(
         colours: Colour of each class.
         ink: Colour of text that has no class.
         paper: Colour behind everything; "none" suits viewers with a light and a dark background.
+        loop: Seconds of the loop of what moves. It begins with its last second, so that the first
+            frame shows a text, and stands still for readers who asked for less motion.
     """
     dim = DIM_ON_WHITE if paper == "none" else DIM_ON_BLACK
     style = _STYLE % (_FONTS, ink, dim) + "".join(
@@ -89,6 +92,9 @@ def document(
         for name, colour in colours.items()
     )
     style += _ON_BLACK if paper == "none" else ""
+    if loop:
+        style += f"g{{animation:{loop:.2f}s step-end -{loop - 1:.2f}s infinite}}"
+        style += "@media(prefers-reduced-motion:reduce){g{animation:none}}"
     size = f'width="{width:.0f}" height="{height:.0f}"'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {width:.0f} {height:.0f}" '

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import chain
 
 import numpy as np
@@ -122,8 +123,9 @@ class DraftTree:
         )
 
     @staticmethod
+    @cache
     def empty(num_rows: int) -> DraftTree:
-        """Return no draft for any row."""
+        """Return no draft for any row, the same object every time."""
         return DraftTree.from_rows([((), ())] * num_rows)
 
     @staticmethod

@@ -87,7 +87,7 @@ class FallbackReason(str, Enum):
     ENCODER_DECODER = (
         "encoder_decoder",
         "this encoder-decoder architecture is not supported",
-        "load a T5, a BART or a related model: no argument of the call helps",
+        "load a T5, a BART, a TrOCR or a related model: no argument of the call helps",
     )
     ATTENTION = (
         "attention",

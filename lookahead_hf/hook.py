@@ -136,9 +136,11 @@ def remove(cls: type, name: str) -> None:
 def _storable(default: Any) -> Any:
     """Return a default without what cannot be stored: None for one with a pool or a drafter."""
     try:
-        return default and (default.to_dict() and default)
+        if default:
+            default.to_dict()
     except ValueError:
         return None
+    return default
 
 
 def _put(model: Any, generate: Any) -> None:

@@ -182,14 +182,13 @@ class Rows:
 
 def rows_of(
     input_ids: torch.Tensor,  # [rows, columns]
-    mask: torch.Tensor | None,  # [rows, columns]
+    attended: np.ndarray | None,  # [rows, columns] bool
     encoder: EncoderInputs | None,
 ) -> Rows:
     """Return the rows of a call before its first token."""
     ids, encoder_ids = input_ids.to("cpu").numpy(), _encoder_ids(encoder)
-    attended = None
-    if mask is not None and ids.shape[1]:
-        attended = mask[:, -ids.shape[1] :].to("cpu").numpy().astype(bool)
+    if attended is not None:
+        attended = attended[:, -ids.shape[1] :] if ids.shape[1] else None
     rows = Rows(ids, attended, encoder_ids)
     if ids.shape[1] and (encoder is None or encoder_ids is not None):
         rows.group = _groups(rows)

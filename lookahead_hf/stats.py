@@ -278,7 +278,7 @@ def of_this_thread(model: Any) -> SpeculativeStats | None:
     return getattr(_published(model).of_thread, "stats", None)
 
 
-def tell(model: Any, record: SpeculativeStats) -> None:
+def notify(model: Any, record: SpeculativeStats) -> None:
     """Add a call that has ended to the totals, and call the listeners."""
     published = _published(model)
     with published.lock:

@@ -124,11 +124,6 @@ class _Time:
         """The seconds until then."""
         return max(0.0, self._begin + self._most - time.monotonic())
 
-    @property
-    def is_endless(self) -> bool:
-        """Whether there is no limit."""
-        return self._most == math.inf
-
     def show(self, what: str) -> None:
         """Show the present activity."""
         passed = time.monotonic() - self._begin
@@ -175,7 +170,7 @@ def _warm_up(
         return  # its calls will run plain generate
     if model.config.is_encoder_decoder:
         return  # its calls learn what its steps cost
-    room = limits.room(model)
+    room = limits.most_positions(model)
     if room is not None:
         max_draft_nodes = min(max_draft_nodes, room // 2)
         context_length = max(1, min(context_length, room - 1 - max_draft_nodes))
@@ -194,8 +189,7 @@ def _runner(
     """Build the runner of such calls."""
 
     def takes_flat(reads_prompts: bool) -> bool:
-        may_be_flat = num_rows > 1 or reads_prompts
-        return may_be_flat and admission.takes_flat(model, torch.zeros(num_rows, 1), {})
+        return (num_rows > 1 or reads_prompts) and admission.model_takes_flat(model)
 
     options = StepOptions(
         model,

@@ -43,7 +43,9 @@ def test_pads_are_columns_but_no_context() -> None:
 
 def test_rows_with_the_same_tokens_are_siblings() -> None:
     ids = torch.tensor([[0, 7, 8], [6, 7, 8], [0, 7, 8], [5, 5, 5], [6, 7, 8]])
-    mask = torch.tensor([[0, 1, 1], [1, 1, 1], [0, 1, 1], [1, 1, 1], [1, 1, 1]])
+    mask = torch.tensor(
+        [[0, 1, 1], [1, 1, 1], [0, 1, 1], [1, 1, 1], [1, 1, 1]], dtype=torch.bool
+    ).numpy()
     assert rows_of(ids, mask, None).group.tolist() == [0, 1, 0, -1, 1]
     encoder = torch.tensor([[4], [4], [3], [4], [4]])
     assert rows_of(ids, mask, (encoder, None)).group.tolist() == [-1, 1, -1, -1, 1]

@@ -14,22 +14,13 @@ from lookahead_hf.block.block import Block, Held, MaskKind
 from lookahead_hf.block.flat import FlatBlock, Run, runs_of
 from lookahead_hf.cache.slots import ColumnCache
 from lookahead_hf.draft import DraftTree, place_in_row
+from lookahead_hf.kernels import MAX_ATTENTION_NODES
 from lookahead_hf.model import compat
 from lookahead_hf.model.facts import facts_of
 
 
-def passed_on(model_kwargs: dict[str, Any], names: compat.DecoderNames) -> dict[str, Any]:
-    """Return the prepared arguments that every step passes on; steps set those in `names`."""
-    ours = names.prepared | compat.PROMPT_ONLY
-    passed = {k: v for k, v in model_kwargs.items() if k not in ours and v is not None}
-    for name in passed.keys() & set(compat.TOKEN_TYPES):  # of every token behind the prompt
-        last = passed[name][:, -1:]
-        passed[name] = torch.zeros_like(last) if name == "mm_token_type_ids" else last
-    return passed
-
-
 def widened(passed: dict[str, Any], width: int) -> dict[str, Any]:
-    """Widen the arguments of `passed_on` to `width` tokens per row."""
+    """Widen arguments that every step passes on to `width` tokens per row."""
     types = {name: passed[name] for name in compat.TOKEN_TYPES if name in passed}
     wide = {name: t.expand(-1, width, *t.shape[2:]) for name, t in types.items()}
     return {**passed, **wide}
@@ -41,12 +32,12 @@ class BlockShape:
 
     Attributes:
         width: Tokens per row; drafts are padded to it.
-        room: Slots behind the longest prompt.
+        capacity: Slots behind the longest prompt.
         by_kernel: Whether our kernel does all attention, even where torch is faster.
     """
 
     width: int
-    room: int
+    capacity: int
     by_kernel: bool = False
 
 
@@ -59,6 +50,7 @@ class PromptState:
     """State after the prefill, where decoding starts.
 
     Attributes:
+        names: Names of the decoder's inputs.
         cache: Holds the prompts; empty if steps read them, too.
         kinds: The masks that the model's layers need.
         passed: Arguments that every forward gets.
@@ -66,6 +58,7 @@ class PromptState:
         prompt_positions: Those of the prompt, [rows, columns], if blocks are flat.
     """
 
+    names: compat.DecoderNames
     cache: ColumnCache
     kinds: list[MaskKind]
     passed: dict[str, Any]
@@ -78,17 +71,16 @@ class BlockLayout:
 
     def __init__(self, model: Any, begin: PromptState, lazy: bool = False) -> None:
         """`lazy`: whether layers may run without reading their masks."""
-        self._model, self._cache, self._kinds = model, begin.cache, begin.kinds
+        self._dtype, self._cache, self._kinds = model.dtype, begin.cache, begin.kinds
         self._passed, self._prompt_positions = begin.passed, begin.prompt_positions
         self._next_position, self._device = begin.next_position, begin.next_position.device
-        self._names, self._mask_dict = compat.decoder_names(model), compat.takes_mask_dict(model)
+        self._names, self._mask_dict = begin.names, compat.takes_mask_dict(model)
         self._takes_kept = "logits_to_keep" in compat.forward_arguments(model)
         facts = facts_of(model)
         self._needs_columns, self._has_states = facts.needs_columns, bool(facts.mixers)
-        self._is_limited = any(kind.is_limited for kind in begin.kinds)
-        pads = self._on_device(begin.cache.pads[:, None])
-        self._uncounted = pads if self._names.skips_pads else 0
-        self._lazy = lazy
+        self._pads = self._on_device(begin.cache.pads)
+        self._uncounted = self._pads[:, None] if self._names.skips_pads else 0
+        self._has_kernel, self._lazy = tree_attention.serves(self._device, 1), lazy
 
     def block(self, fields: np.ndarray, ahead: np.ndarray) -> Inputs:
         """Place a block behind what each row has in the cache.
@@ -120,16 +112,11 @@ class BlockLayout:
             counted = self._on_device(depths), self._on_device(of_slots)
         has_fixed_shape = slots.extent.shown is not None
         block = Block(
-            parents,
-            query,
-            self._on_device(self._cache.pads),
-            held,
-            self._model.dtype,
-            counted,
-            for_kernel=tree_attention.serves(self._device, width),
+            *(parents, query, self._pads, held, self._dtype, counted),
+            for_kernel=self._has_kernel and width <= MAX_ATTENTION_NODES,
             by_length=not has_fixed_shape,
         )
-        is_causal = width == 1 and not (self._is_limited or has_fixed_shape)
+        is_causal = width == 1 and not has_fixed_shape
         built = block.make_masks(is_causal, self._lazy or block.for_kernel)
         if any(mask is not None for mask in built.values()):
             one = next(iter(built.values()))
@@ -216,9 +203,8 @@ class BlockLayout:
             kind.name: self._held(kind, kind.may_hide(last), run.rows, run.counts)
             for kind in self._kinds
         }
-        pads = self._on_device(self._cache.pads[run.rows])
         parents, query = (each.reshape(-1, run.width) for each in (parents, columns))
-        block = Block(parents, self._on_device(query), pads, held, self._model.dtype)
+        block = Block(parents, self._on_device(query), self._pads[run.rows], held, self._dtype)
         is_first = not self._cache.slots.lengths[run.rows].any()
         block.make_masks(block.is_chain and (run.width == 1 or is_first), self._lazy)
         return block

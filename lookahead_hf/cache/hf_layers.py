@@ -59,7 +59,7 @@ def window(layer: Any) -> int | None:
     return most_columns(layer)
 
 
-def room(cache: Cache, sliding: int | None) -> int | None:
+def capacity(cache: Cache, sliding: int | None) -> int | None:
     """Return the number of columns that a cache has room for, None for any number.
 
     Args:

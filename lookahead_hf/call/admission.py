@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from lookahead_hf.block import layout
 from lookahead_hf.cache import hf_layers
 from lookahead_hf.call import optional
 from lookahead_hf.call.prepared import PreparedCall
@@ -31,6 +30,12 @@ ENCODER_DECODERS = frozenset(
     | {"moonshine", "mt5", "mvp", "pegasus", "plbart", "t5", "t5gemma", "umt5", "whisper"}
 )
 """Types whose decoder positions we know: by a table, by distances, or by position ids."""
+
+DECODERS_OF_PAIRS = frozenset({"bert", "bert-generation", "gpt2", "mbart", "trocr"})
+"""The same for the second model of an `EncoderDecoderModel` or `VisionEncoderDecoderModel`."""
+
+_MODEL, _CACHE, _ARGUMENT = FallbackReason.MODEL, FallbackReason.CACHE, FallbackReason.ARGUMENT
+_STATEFUL, _BATCHING = FallbackReason.STATEFUL, FallbackReason.CONTINUOUS_BATCHING
 
 _SCALARS = (bool, int, float, str)
 
@@ -115,22 +120,27 @@ def admit_call(call: PreparedCall) -> None:
     """Raise Unserved if a prepared call on a model that was admitted cannot be served."""
     model, config = call.model, call.generation_config
     shows_attention = config.return_dict_in_generate and config.output_attentions
-    cache = compat.given_cache(call.model_kwargs)
-    _check_cache(model, cache, bool(shows_attention))
-    _check_arguments(model, call.model_kwargs)
-    _check_room(call)
+    _check_cache(model, call.cache, bool(shows_attention))
+    _check_arguments(call)
+    _check_capacity(call)
     if call.request.draws(call.do_sample):
         _check_trees(model)
-    if call.request.config.draft_invariant and facts_of(model).has_experts:
-        raise Unserved(FallbackReason.INVARIANCE, type(model).__name__)
+    mixes_rows = call.request.config.draft_invariant and facts_of(model).has_experts
+    _refuse_if(mixes_rows, FallbackReason.INVARIANCE, type(model).__name__)
     _check_blocks(model)  # the last one, since it may run forwards
+
+
+def _refuse_if(is_met: object, reason: FallbackReason, detail: str = "", fix: str = "") -> None:
+    """Raise Unserved if a condition is met."""
+    if is_met:
+        raise Unserved(reason, detail, fix)
 
 
 def _check_blocks(model: Any) -> None:
     """Raise Unserved if a model of an unknown type fails its self test."""
     if model.config.is_encoder_decoder:
-        if facts_of(model).repeats_layers:
-            raise Unserved(FallbackReason.MODEL, "several layers share a layer of the cache")
+        repeats = facts_of(model).repeats_layers
+        _refuse_if(repeats, _MODEL, "several layers share a layer of the cache")
         return
     found, fix = self_test.refusal(model)
     if found:
@@ -138,52 +148,47 @@ def _check_blocks(model: Any) -> None:
         raise Unserved(FallbackReason.MODEL, found, fix)
 
 
-def takes_flat(model: Any, position_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> bool:
+def takes_flat(call: PreparedCall) -> bool:
     """Return whether a call may run in flat blocks, whose attention alone tells rows apart.
 
     So nothing else may couple tokens or depend on rows, such as an argument with an entry for every
     row, or a hook.
-
-    Args:
-        model: The model.
-        position_ids: Positions of the prompt, [..., rows, columns].
-        model_kwargs: As prepared by `generate`.
     """
-    names = compat.decoder_names(model)
-    passed = layout.passed_on(model_kwargs, names)
-    if names.positions is None or not all(isinstance(each, _SCALARS) for each in passed.values()):
-        return False
-    if position_ids.dim() != 2:
-        return False
+    passed = all(isinstance(each, _SCALARS) for each in call.passed.values())
+    return passed and call.position_ids.dim() == 2 and model_takes_flat(call.model)
+
+
+def model_takes_flat(model: Any) -> bool:
+    """Return whether a model may run in flat blocks, if nothing in a call is against it."""
     facts = facts_of(model)
-    if facts.is_hooked or not facts.all_on(torch.device("cpu")):
+    if compat.decoder_names(model).positions is None or facts.is_hooked or watch.watcher():
         return False
-    if watch.watcher():
+    # A state belongs to a row, and so do columns.
+    if not on_device(model, torch.device("cpu")):
         return False
-    if facts.mixers or facts.needs_columns:
-        return False  # a state belongs to a row, and so do columns
     return attention.is_ours_everywhere(model) and not self_test.refusal(model, is_flat=True)[0]
 
 
 def _check_kind(model: Any) -> None:
     """Raise Unserved if the model's type or configuration shows that no call can be served."""
     config = compat.text_config(model)
-    if model.config.model_type in UNSERVED_TYPES or config.model_type in UNSERVED_TYPES:
-        raise Unserved(FallbackReason.MODEL, f"model type {model.config.model_type!r}")
-    if getattr(config, "use_prompt", False):  # MVP's keys, which our masks do not cover
-        raise Unserved(FallbackReason.MODEL, "prompts that its attention adds")
-    names = compat.decoder_names(model)
-    missing = names.set_anew - {"use_cache", "logits_to_keep"} - compat.forward_arguments(model)
-    if missing:
-        raise Unserved(FallbackReason.MODEL, f"its forward takes no {', '.join(sorted(missing))}")
+    types = {model.config.model_type, config.model_type} & UNSERVED_TYPES
+    _refuse_if(types, _MODEL, f"model type {', '.join(map(repr, types))}")
+    # MVP's keys, which our masks do not cover.
+    adds_keys = getattr(config, "use_prompt", False)
+    _refuse_if(adds_keys, _MODEL, "prompts that its attention adds")
+    needed = compat.decoder_names(model).set_anew - {"use_cache", "logits_to_keep"}
+    missing = needed - compat.forward_arguments(model)
+    _refuse_if(missing, _MODEL, f"its forward takes no {', '.join(sorted(missing))}")
     unknown = set(compat.mask_kinds(model)) - MASK_KINDS
-    if unknown:
-        raise Unserved(FallbackReason.MODEL, f"layer type {', '.join(sorted(unknown))}")
-    name = (compat.attention_name(config) or "").removeprefix("lookahead:")
-    if name and name not in SERVED:
+    _refuse_if(unknown, _MODEL, f"layer type {', '.join(sorted(unknown))}")
+    name = attention.own_name(config)
+    if not name:
+        return
+    if name not in SERVED:
         _check_flash(model, name)
-    if name and not compat.has_stock_masks(name):
-        raise Unserved(FallbackReason.ATTENTION, f"the mask function registered as {name!r}")
+    is_stock, detail = compat.has_stock_masks(name), f"the mask function registered as {name!r}"
+    _refuse_if(not is_stock, FallbackReason.ATTENTION, detail)
 
 
 def _check_flash(model: Any, name: str) -> None:
@@ -191,60 +196,53 @@ def _check_flash(model: Any, name: str) -> None:
 
     In an encoder-decoder it is also that of cross-attention, which takes no mask of ours.
     """
-    if not compat.is_flash(compat.attention_function(name)):
-        raise Unserved(FallbackReason.ATTENTION, f"attention implementation {name!r}")
-    if model.config.is_encoder_decoder or not attention.replaces(model, name):
-        detail = f"{name!r} in {type(model).__name__}"
-        raise Unserved(FallbackReason.ATTENTION, detail)
+    is_flash = compat.is_flash(compat.attention_function(name))
+    _refuse_if(not is_flash, FallbackReason.ATTENTION, f"attention implementation {name!r}")
+    stays = model.config.is_encoder_decoder or not attention.replaces(model, name)
+    _refuse_if(stays, FallbackReason.ATTENTION, f"{name!r} in {type(model).__name__}")
 
 
 def _check_states(model: Any) -> None:
     """Raise Unserved if the model keeps a recurrent state that cannot be rolled back."""
     mixers = facts_of(model).mixers
-    if compat.is_stateful(model) and not mixers:
-        raise Unserved(FallbackReason.STATEFUL, type(model).__name__)
-    if mixers and optional.find("recurrent states") is None:
-        raise Unserved(FallbackReason.STATEFUL, "lookahead_hf.engines.hybrid is not installed")
-    if len({getattr(mixer, "layer_idx", None) for mixer in mixers}) < len(mixers):
-        raise Unserved(FallbackReason.STATEFUL, "several modules keep the states of one layer")
+    _refuse_if(compat.is_stateful(model) and not mixers, _STATEFUL, type(model).__name__)
+    is_missing = mixers and optional.find("recurrent states") is None
+    _refuse_if(is_missing, _STATEFUL, "lookahead_hf.engines.hybrid is not installed")
+    is_shared = len({getattr(mixer, "layer_idx", None) for mixer in mixers}) < len(mixers)
+    _refuse_if(is_shared, _STATEFUL, "several modules keep the states of one layer")
 
 
 def _check_trees(model: Any) -> None:
     """Raise Unserved if the model's drafts have to be chains."""
-    if facts_of(model).mixers:
-        raise Unserved(FallbackReason.STATEFUL, f"{type(model).__name__} verifies chains alone")
+    has_states = facts_of(model).mixers
+    _refuse_if(has_states, _STATEFUL, f"{type(model).__name__} verifies chains alone")
 
 
 def _check_rows(model: Any) -> None:
     """Raise Unserved if texts cannot come and go in the rows of the model's cache."""
-    facts = facts_of(model)
-    processes = coordinator(model)
-    if processes is not None and processes.is_spread(model):
-        raise Unserved(FallbackReason.TENSOR_PARALLEL, "in continuous batching")
-    if compat.has_own_generate(model) or model.config.is_encoder_decoder:
-        raise Unserved(FallbackReason.CONTINUOUS_BATCHING, type(model).__name__)
-    if compat.is_stateful(model) or facts.mixers:
-        raise Unserved(FallbackReason.STATEFUL, "in continuous batching")
-    if {None, "indexed_attention"} & {*compat.layer_masks(model)}:
-        raise Unserved(FallbackReason.CONTINUOUS_BATCHING, "layers that hold more than K and V")
-    if facts.needs_columns:
-        raise Unserved(FallbackReason.CONTINUOUS_BATCHING, "a model that counts positions itself")
+    facts, processes = facts_of(model), coordinator(model)
+    is_spread = processes is not None and processes.is_spread(model)
+    _refuse_if(is_spread, FallbackReason.TENSOR_PARALLEL, "in continuous batching")
+    is_other = compat.has_own_generate(model) or model.config.is_encoder_decoder
+    _refuse_if(is_other, _BATCHING, type(model).__name__)
+    _refuse_if(compat.is_stateful(model) or facts.mixers, _STATEFUL, "in continuous batching")
+    holds_more = {None, "indexed_attention"} & {*compat.layer_masks(model)}
+    _refuse_if(holds_more, _BATCHING, "layers that hold more than K and V")
+    _refuse_if(facts.needs_columns, _BATCHING, "a model that counts positions itself")
 
 
-def _check_room(call: PreparedCall) -> None:
-    """Raise Unserved if a cache has no room for a call's longest text; plain reports that."""
-    model, config, given = call.model, call.generation_config, call.model_kwargs
-    cache = compat.self_attention(compat.given_cache(given))
-    room = hf_layers.room(cache, compat.window(model))
-    if room is None:
+def _check_capacity(call: PreparedCall) -> None:
+    """Raise Unserved if a cache is too small for a call's longest text; plain reports that."""
+    model = call.model
+    capacity = hf_layers.capacity(compat.self_attention(call.cache), compat.window(model))
+    if capacity is None:
         return
-    columns = compat.num_columns(model, call.input_ids, given)  # perhaps only new ones
+    columns = call.num_columns  # perhaps only new ones
     if not compat.counts_positions(model):
-        columns = compat.known_mask_length(config, given) or columns
+        columns = compat.known_mask_length(call.generation_config, call.model_kwargs) or columns
     most_fed = columns + call.num_new - 1
-    if most_fed > room:
-        fix = f"give it room for {most_fed}, or pass a DynamicCache"
-        raise Unserved(FallbackReason.CACHE, f"a static cache of {room} columns", fix)
+    fix = f"give it room for {most_fed}, or pass a DynamicCache"
+    _refuse_if(most_fed > capacity, _CACHE, f"a static cache of {capacity} columns", fix)
 
 
 def on_device(model: Any, device: torch.device) -> bool:
@@ -256,59 +254,70 @@ def on_device(model: Any, device: torch.device) -> bool:
 def _check_cache(model: Any, given: Any, shows_attention: bool = False) -> None:
     """Raise Unserved if the cache that forwards are given cannot be taken over."""
     cache = compat.self_attention(given)
-    if type(cache) not in compat.CACHES:
-        raise Unserved(FallbackReason.CACHE, f"a cache of type {type(cache).__name__}")
-    if name := hf_layers.unserved_layer(cache):
-        raise Unserved(FallbackReason.CACHE, name)
-    if type(cache) is compat.StaticCache and facts_of(model).mixers:
-        raise Unserved(FallbackReason.CACHE, "recurrent states in a static cache")
-    if shows_attention and type(cache) is compat.StaticCache:
-        detail = "attention weights over all of a static cache's room"
-        fix = "pass a DynamicCache, or leave output_attentions out"
-        raise Unserved(FallbackReason.CACHE, detail, fix)
-    if compat.counts_positions(model) and given.get_seq_length() > 0:
-        detail = "a decoder with an earlier text in its cache"
-        raise Unserved(FallbackReason.CACHE, detail, f"leave {compat.GENERATE_CACHE} out")
+    kind = type(cache)
+    _refuse_if(kind not in compat.CACHES, _CACHE, f"a cache of type {kind.__name__}")
+    layer = hf_layers.unserved_layer(cache)
+    _refuse_if(layer, _CACHE, layer or "")
+    is_static = kind is compat.StaticCache
+    keeps_states = is_static and facts_of(model).mixers
+    _refuse_if(keeps_states, _CACHE, "recurrent states in a static cache")
+    _refuse_if(
+        is_static and shows_attention,
+        _CACHE,
+        "attention weights over all of a static cache's room",
+        "pass a DynamicCache, or leave output_attentions out",
+    )
+    _refuse_if(
+        compat.counts_positions(model) and given.get_seq_length() > 0,
+        _CACHE,
+        "a decoder with an earlier text in its cache",
+        f"leave {compat.GENERATE_CACHE} out",
+    )
 
 
-def _check_arguments(model: Any, model_kwargs: dict[str, Any]) -> None:
+def _check_arguments(call: PreparedCall) -> None:
     """Raise Unserved if an argument of the model's forward is not supported."""
-    names = compat.decoder_names(model)
-    if names.positions is not None and model_kwargs.get(names.positions) is None:
-        detail = "position_ids that generate could not prepare"
-        raise Unserved(FallbackReason.ARGUMENT, detail, "pass them, [rows, columns]")
-    mask = model_kwargs.get(names.mask)
-    if mask is not None and mask.dim() != 2:
-        detail = f"an attention mask of {mask.dim()} dimensions"
-        raise Unserved(FallbackReason.ARGUMENT, detail, "pass one of [rows, columns]")
-    _check_picture(model, model_kwargs, compat.given_cache(model_kwargs))
+    names, given = call.names, call.model_kwargs
+    _refuse_if(
+        names.positions is not None and given.get(names.positions) is None,
+        _ARGUMENT,
+        "position_ids that generate could not prepare",
+        "pass them, [rows, columns]",
+    )
+    dims = getattr(given.get(names.mask), "ndim", 2)
+    detail, fix = f"an attention mask of {dims} dimensions", "pass one of [rows, columns]"
+    _refuse_if(dims != 2, _ARGUMENT, detail, fix)
+    _check_picture(call)
     known = names.prepared | compat.PROMPT_ONLY | set(compat.TOKEN_TYPES)
     if names.positions is None:
         known |= {"attention_mask"}  # the encoder's
-    for name, value in model_kwargs.items():
-        if name not in known and isinstance(value, torch.Tensor):
-            raise Unserved(FallbackReason.ARGUMENT, f"the argument {name!r}")
+    for name, value in given.items():
+        is_unknown = name not in known and isinstance(value, torch.Tensor)
+        _refuse_if(is_unknown, _ARGUMENT, f"the argument {name!r}")
 
 
-def _check_picture(model: Any, model_kwargs: dict[str, Any], cache: Any) -> None:
+def _check_picture(call: PreparedCall) -> None:
     """Raise Unserved if a block of several tokens would look at a picture causally.
 
     Single tokens see all of it, also without a mask.
     """
-    crossing = compat.crossing_layers(model)
-    if not crossing or model_kwargs.get("cross_attention_mask") is not None:
+    crossing, given = compat.crossing_layers(call.model), call.model_kwargs
+    if not crossing or given.get("cross_attention_mask") is not None:
         return
-    is_cached = cache is not None and cache.get_seq_length(crossing[0]) > 0
-    if is_cached or model_kwargs.get("pixel_values") is not None:
-        detail, fix = "a picture without cross_attention_mask", "pass the mask that goes with it"
-        raise Unserved(FallbackReason.ARGUMENT, detail, fix)
+    is_cached = call.cache is not None and call.cache.get_seq_length(crossing[0]) > 0
+    _refuse_if(
+        is_cached or given.get("pixel_values") is not None,
+        _ARGUMENT,
+        "a picture without cross_attention_mask",
+        "pass the mask that goes with it",
+    )
 
 
 def _check_setup(model: Any) -> None:
     """Read the facts of a model; raise Unserved if it cannot be speculated as it is set up now."""
     name, modules = type(model).__name__, read(model)
-    if model.config.is_encoder_decoder and model.config.model_type not in ENCODER_DECODERS:
-        raise Unserved(FallbackReason.ENCODER_DECODER, name)
+    if model.config.is_encoder_decoder:
+        _check_encoder_decoder(model)
     _check_states(model)
     if compat.has_own_loop(model):
         raise Unserved(FallbackReason.OWN_LOOP, f"{name}._sample")
@@ -322,6 +331,16 @@ def _check_setup(model: Any) -> None:
         for variant in (own.get("lora_variant") or {}).values():
             if type(variant).__name__.startswith("ALora"):  # masks the last tokens of each block
                 raise Unserved(FallbackReason.ADAPTER, type(variant).__name__)
+
+
+def _check_encoder_decoder(model: Any) -> None:
+    """Raise Unserved if it is not known where an encoder-decoder's tokens are."""
+    kind, known, detail = model.config.model_type, ENCODER_DECODERS, type(model).__name__
+    if compat.is_pair(model):
+        kind, known = model.config.decoder.model_type, DECODERS_OF_PAIRS
+        detail = f"{detail} with a decoder of type {kind!r}"
+    if kind not in known:
+        raise Unserved(FallbackReason.ENCODER_DECODER, detail)
 
 
 def _check_inputs(model: Any) -> None:

@@ -268,32 +268,27 @@ def read_prediction(prediction: Any, tokenizer: Any = None) -> list[np.ndarray]:
     Raises:
         ValueError: Anything else.
     """
-    if isinstance(prediction, str):
-        return [_tokenize(prediction, tokenizer)]
+    rows: Any = prediction
     if isinstance(prediction, (torch.Tensor, np.ndarray)):
-        array = _as_array(prediction)
-        if array.ndim > 2:
-            raise _not_a_prediction(f"an array of {array.ndim} dimensions")
-        return [_checked_ids(row) for row in (array if array.ndim == 2 else [array])]
-    if not isinstance(prediction, (list, tuple)):
+        rows = prediction if prediction.ndim > 1 else [prediction]
+    elif isinstance(prediction, (str, list, tuple)):
+        texts_or_rows = (str, list, tuple)
+        has_rows = not isinstance(prediction, str) and any(
+            isinstance(each, texts_or_rows) or getattr(each, "ndim", 0) for each in prediction
+        )
+        rows = prediction if has_rows else [prediction]
+    else:
         raise _not_a_prediction(repr(prediction))
-    if all(isinstance(each, str) for each in prediction) and prediction:
-        return [_tokenize(text, tokenizer) for text in prediction]
-    if any(isinstance(each, (list, tuple)) or getattr(each, "ndim", 0) for each in prediction):
-        return [_checked_ids(_as_array(each)) for each in prediction]
-    return [_checked_ids(_as_array(prediction))]
+    return [_row_of_ids(row, tokenizer) for row in rows]
 
 
-def _as_array(value: Any) -> np.ndarray:
+def _row_of_ids(row: Any, tokenizer: Any) -> np.ndarray:
+    """Return a row of a prediction as ids, [length] int64."""
+    given = _tokenize(row, tokenizer) if isinstance(row, str) else row
     try:
-        if isinstance(value, torch.Tensor):
-            return value.detach().cpu().numpy()
-        return np.asarray(value)
-    except (ValueError, TypeError) as error:  # rows of several lengths; numpy knows no bfloat16
-        raise _not_a_prediction(repr(value)) from error
-
-
-def _checked_ids(ids: np.ndarray) -> np.ndarray:
+        ids = np.asarray(given.cpu() if isinstance(given, torch.Tensor) else given)
+    except (ValueError, TypeError) as error:  # of several lengths; numpy knows no bfloat16
+        raise _not_a_prediction(repr(row)) from error
     if ids.size == 0:
         return np.empty(0, np.int64)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
@@ -304,14 +299,14 @@ def _checked_ids(ids: np.ndarray) -> np.ndarray:
     return ids.astype(np.int64)
 
 
-def _tokenize(text: str, tokenizer: Any) -> np.ndarray:
+def _tokenize(text: str, tokenizer: Any) -> Any:
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor holds its tokenizer
     if not callable(tokenizer):
         raise ValueError(
             "prediction is a text, which needs a tokenizer to become token ids: pass `tokenizer=` "
             f"in the call, or pass the ids (tokenizer is {tokenizer!r})"
         )
-    return _checked_ids(np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"]))
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def _not_a_prediction(what: str) -> ValueError:

@@ -1,4 +1,4 @@
-"""Emits the tokens of a call, behind which its criteria, outputs and streamer stand."""
+"""Emits tokens: appends them to the rows, asks the stopping criteria and feeds the streamer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ class Emitter:
         device: Where processors and criteria expect their tensors.
         is_heard: Whether there is a streamer.
         pad: The token that plain feeds finished rows, None if these go on with real tokens.
+        first_row: The row in which the call's first text is; a queue puts texts into any row.
     """
+
+    first_row = 0
 
     def __init__(
         self,
@@ -41,14 +44,17 @@ class Emitter:
         self.is_heard = stream.is_heard
         self._ended = np.zeros(1, bool)  # in lockstep, [rows] from the first token on
 
+    def place(self, row: int) -> int:
+        """Return which of the call's texts a row has."""
+        return row - self.first_row
+
     def ids(self, rows: Rows, row: int) -> torch.Tensor:
         """Return a row as plain holds it, [1, columns].
 
         Before the first token that is the prompt itself, which a processor may edit in place.
         """
         if not rows.num_emitted[row]:
-            place = row if len(self._prompt) > 1 else 0  # a queue has rows of several calls
-            return self._prompt[place : place + 1]
+            return self._prompt[self.place(row) :][:1]
         return torch.from_numpy(rows.ids(row))[None].to(self.device)
 
     def all_ids(self, rows: Rows) -> torch.Tensor:
@@ -60,7 +66,7 @@ class Emitter:
 
     def choose(self, row: int, scores: torch.Tensor, logits: torch.Tensor) -> None:
         """Keep what a row's next token is chosen by: scores and logits, [vocab] float32."""
-        self.outputs.choose(row, scores, logits)
+        self.outputs.choose(self.place(row), scores, logits)
 
     def emit(self, rows: Rows, row: int, token: int, stops: bool | None = None) -> bool:
         """Append a token to a row and return whether the text ends with it.
@@ -123,7 +129,7 @@ def take_edits(rows: Rows, ids: torch.Tensor) -> None:  # [rows, columns]
         rows.rewrite(row, edited)
 
 
-def of_call(call: PreparedCall, outputs: RequestedOutputs, stream: ColumnStream) -> Emitter:
+def build_emitter(call: PreparedCall, outputs: RequestedOutputs, stream: ColumnStream) -> Emitter:
     """Return the emitter of a call."""
     stopping = RowStopping(call.criteria, call.num_rows)
     return Emitter(stopping, outputs, stream, call.input_ids, call.pad)

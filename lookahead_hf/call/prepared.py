@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,9 +45,11 @@ class Request:
         return do_sample and self.config.verification == "rejection"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class PreparedCall:
-    """The arguments of transformers' decoding loop, and the request of the caller.
+    """The arguments of transformers' decoding loop, the request of the caller, and what follows.
+
+    What follows is found once, when somebody first reads it.
 
     Attributes:
         input_ids: Prompt tokens, [rows, columns].
@@ -72,6 +75,69 @@ class PreparedCall:
         """Most tokens that the call generates."""
         return int(self.generation_config.max_length) - self.input_ids.shape[1]
 
+    @cached_property
+    def names(self) -> compat.DecoderNames:
+        """Names of the decoder's inputs."""
+        return compat.decoder_names(self.model)
+
+    @cached_property
+    def attended(self) -> np.ndarray | None:
+        """Which columns of the prompt are attended, [rows, columns] bool; None for all."""
+        mask = self.model_kwargs.get(self.names.mask)
+        return None if mask is None else mask.to("cpu").numpy().astype(bool)
+
+    @property
+    def seen(self) -> np.ndarray:
+        """The same, also if all are attended."""
+        return np.ones(self.input_ids.shape, bool) if self.attended is None else self.attended
+
+    @cached_property
+    def num_columns(self) -> int:
+        """Columns of the decoder's prompt, which may be embeddings without ids."""
+        embeds = self.model_kwargs.get(self.names.ids.replace("input_ids", "inputs_embeds"))
+        return max(self.input_ids.shape[1], 0 if embeds is None else embeds.shape[1])
+
+    @cached_property
+    def position_ids(self) -> torch.Tensor:
+        """Positions of the prompt, [..., rows, columns], perhaps of one row for all."""
+        columns, name = self.num_columns, self.names.positions
+        if name is not None:
+            prepared = self.model, name, self.input_ids, self.model_kwargs
+            if (given := compat.prepared_positions(*prepared)) is not None:
+                return given
+            if self.attended is not None:
+                columns = self.attended.shape[1]  # the caller's cache included
+        return torch.arange(columns, device=self.input_ids.device)[None]
+
+    @cached_property
+    def num_draftable(self) -> int:
+        """How many of the new tokens drafts may cover before a table of positions ends.
+
+        Plain generation feeds every row one token per step, so no row needs more than the longest
+        has room for. A text that goes on beyond the table fails as it does in plain generation.
+        """
+        table = compat.position_table(self.model)
+        if table is None or not self.position_ids.numel():
+            return self.num_new
+        newest = int(self.position_ids[..., -1].max())
+        return self.num_new if newest >= table else min(self.num_new, table - newest)
+
+    @cached_property
+    def passed(self) -> dict[str, Any]:
+        """Arguments that every step passes on; it sets those in `names`."""
+        ours = self.names.prepared | compat.PROMPT_ONLY
+        given = self.model_kwargs.items()
+        passed = {name: value for name, value in given if name not in ours and value is not None}
+        for name in passed.keys() & set(compat.TOKEN_TYPES):  # of every token behind the prompt
+            last = passed[name][:, -1:]
+            passed[name] = torch.zeros_like(last) if name == "mm_token_type_ids" else last
+        return passed
+
+    @property
+    def cache(self) -> Any:
+        """The cache that the forwards are given, None without one."""
+        return compat.given_cache(self.model_kwargs)
+
     @property
     def do_sample(self) -> bool:
         """Whether tokens are sampled."""
@@ -86,7 +152,7 @@ class PreparedCall:
     def returns_cache(self) -> bool:
         """Whether the caller sees the cache afterwards."""
         returned = bool(self.generation_config.return_dict_in_generate)
-        return returned or compat.is_users_cache(compat.given_cache(self.model_kwargs))
+        return returned or compat.is_users_cache(self.cache)
 
     @property
     def encoder_inputs(self) -> EncoderInputs | None:

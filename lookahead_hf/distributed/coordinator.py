@@ -168,7 +168,7 @@ class FollowingProcess(_Shared):
         return received
 
 
-def of_call(
+def processes_for(
     model: Any, device: torch.device, *, synced: bool, draws: bool, assistant: Any = None
 ) -> Processes:
     """Return which processes decide in a call.

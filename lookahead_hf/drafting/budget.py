@@ -38,7 +38,7 @@ SPREAD = 0.2
 
 
 @dataclass
-class SteadySteps:
+class FixedRunner:
     """Replaces a runner for drafting without a model: the properties that budgets depend on."""
 
     mode: str = ""
@@ -65,7 +65,7 @@ class Budget:
         max_nodes: int,
         costs: CostModel,
         rows: Rows,
-        runner: Runner | SteadySteps,
+        runner: Runner | FixedRunner,
         placement: str = "",
         num_new: int | None = None,
     ) -> None:

@@ -18,7 +18,7 @@ from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.memory import memory_of
 from lookahead_hf.drafting.merge import head
 from lookahead_hf.drafting.rates import Calibration
-from lookahead_hf.drafting.sources.user import Adapted
+from lookahead_hf.drafting.sources.user import UserDrafter
 from lookahead_hf.ngram_pool.compilation import drafting
 from lookahead_hf.ngram_pool.pool import open_pool
 from lookahead_hf.rows import Rows
@@ -65,7 +65,7 @@ def build(
     built: list[Drafter] = []
     for drafter in wanted:
         if not isinstance(drafter, str):
-            built += _adapted(drafter, vocab_size, draws)
+            built += _user_drafters(drafter, vocab_size, draws)
         elif drafter != "prediction" or request.prediction is not None:
             built.append(_by_name(drafter, request, model, call))
     # Rejection compares drafts with what they were drawn from, which a grammar would change.
@@ -75,12 +75,12 @@ def build(
     return built
 
 
-def _adapted(drafter: Any, vocab_size: int | None, draws: bool) -> list[Drafter]:
+def _user_drafters(drafter: Any, vocab_size: int | None, draws: bool) -> list[Drafter]:
     """Wrap the caller's object; return nothing if reading its properties fails."""
     if type(drafter).__module__.startswith("lookahead_hf."):
         return [drafter]
     try:
-        return [Adapted(drafter, vocab_size, draws)]
+        return [UserDrafter(drafter, vocab_size, draws)]
     except Exception as error:
         warn_of_failure(drafter_name(drafter), error)
         return []

@@ -13,12 +13,12 @@ import numpy as np
 
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.drafting.budget import Budget, SteadySteps
+from lookahead_hf.drafting.budget import Budget, FixedRunner
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.memory import memory_of, placement
 from lookahead_hf.drafting.merge import head, likeliest_chain
-from lookahead_hf.drafting.sources.user import Adapted
+from lookahead_hf.drafting.sources.user import UserDrafter
 from lookahead_hf.ngram_pool.compilation import drafting
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.host import Runner
@@ -63,7 +63,7 @@ def release(sources: Sequence[Drafter]) -> None:
 
 def _key(source: Drafter) -> int:
     """Return the id of the source, or of the caller's object that it wraps."""
-    return id(source.adapted if isinstance(source, Adapted) else source)
+    return id(source.wrapped if isinstance(source, UserDrafter) else source)
 
 
 INVARIANT_WIDTH = 16
@@ -102,7 +102,7 @@ class DraftSession:
         rows: Rows,
         sources: list[Drafter],
         limits: Limits,
-        runner: Runner | SteadySteps,
+        runner: Runner | FixedRunner,
         processes: Processes | None = None,
         complete: Callable[[Rows, DraftTree], DraftTree] | None = None,
     ) -> None:
@@ -244,7 +244,7 @@ class DraftSession:
             release(self._sources)
 
 
-def most_nodes(config: SpeculativeConfig, runner: Runner | SteadySteps) -> int:
+def most_nodes(config: SpeculativeConfig, runner: Runner | FixedRunner) -> int:
     """Return the most nodes of a row that the configuration and the runner allow."""
     most = config.max_draft_nodes
     if runner.has_one_shape:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from lookahead_hf.kernels import RowScan, Wanted
-    from lookahead_hf.runner.transfer import HostCopy, Ticket
+    from lookahead_hf.runner.transfer import HostCopy, PendingCopy
 
 
 class BestTokens:
@@ -28,7 +28,7 @@ class BestTokens:
         self._top_k, self._few = top_k, few
         self._width = logits.shape[1]
         self._flat = logits.detach().flatten(0, 1)  # [rows * width, vocab]
-        self._ticket: Ticket | None = None
+        self._pending: PendingCopy | None = None
         self._held: np.ndarray | None = None
         self._bits: np.ndarray | None = None
 
@@ -40,7 +40,7 @@ class BestTokens:
             wanted = None
             if copy.walk is not None and copy.num_nodes is not None and self._few is not None:
                 wanted = Wanted(copy.walk, copy.num_nodes, min(self._few, self._flat.shape[1]))
-            self._ticket = copy.add(_pack(self._flat, self._top_k, copy.scan, wanted))
+            self._pending = copy.add(_pack(self._flat, self._top_k, copy.scan, wanted))
 
     def _on_device(self) -> bool:
         from lookahead_hf.kernels import backend
@@ -59,14 +59,14 @@ class BestTokens:
         if counts is None:
             counts = np.full(len(rows), self._top_k)
         which, most = rows * self._width + places, int(counts.max(initial=0))
-        if self._ticket is None and self._flat.device.type == "cpu":
+        if self._pending is None and self._flat.device.type == "cpu":
             from lookahead_hf.ngram_pool.logits_memory import top_rows
 
             if self._bits is None:
                 self._bits = _bits(self._flat)
             return top_rows(self._bits, which, counts)
         if self._held is None:
-            on_way = self._ticket
+            on_way = self._pending
             self._held = on_way.take() if on_way else _pack(self._flat, self._top_k).cpu().numpy()
         tokens, probs = self._held[:, which, :most]
         return _padded(tokens.astype(np.int32), most, -1), _padded(probs, most, 0.0)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from lookahead_hf import ngram_pool
 from lookahead_hf.block.layout import BlockShape
-from lookahead_hf.call import admission, emitter
+from lookahead_hf.call import admission
+from lookahead_hf.call.emitter import build_emitter
 from lookahead_hf.call.outputs import RequestedOutputs
 from lookahead_hf.call.prepared import PreparedCall, Request
 from lookahead_hf.call.streaming import ColumnStream
@@ -16,7 +17,7 @@ from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.session import INVARIANT_WIDTH, DraftSession, Limits
 from lookahead_hf.generation.recorder import StatsRecorder, Tracer
 from lookahead_hf.generation.session import BatchSession
-from lookahead_hf.logits import constraints
+from lookahead_hf.logits.constraints import find_constraint
 from lookahead_hf.model import compat, limits, self_test
 from lookahead_hf.ngram_pool import compilation
 from lookahead_hf.rows import rows_of
@@ -26,7 +27,7 @@ from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.processes import Processes, coordinator
 from lookahead_hf.verification import select
 from lookahead_hf.verification.lockstep import Lockstep
-from lookahead_hf.verification.select import Device, choose_verifier
+from lookahead_hf.verification.select import DEVICE, choose_verifier
 from lookahead_hf.verification.verifier import Verifier
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def assemble(call: PreparedCall) -> BatchSession:
     processes: Processes = (
         Processes()
         if several is None
-        else several.of_call(
+        else several.processes_for(
             model,
             call.input_ids.device,
             synced=request.synced_gpus,
@@ -54,7 +55,7 @@ def assemble(call: PreparedCall) -> BatchSession:
             assistant=request.assistant_model,
         )
     )
-    constraint = constraints.of_call(call.processors, call.num_rows)
+    constraint = find_constraint(call.processors, call.num_rows)
     drafters = build_drafters(
         model,
         request,
@@ -65,26 +66,22 @@ def assemble(call: PreparedCall) -> BatchSession:
         None if constraint is None else constraint.shadow,
     )
     admission.admit_call(call)
-    position_ids = limits.of_prompt(model, call.input_ids, call.model_kwargs)
-    assert position_ids is not None
-    columns = compat.num_columns(model, call.input_ids, call.model_kwargs)
-    limits.check_length(model, position_ids, columns, call.num_new)
+    limits.check_length(call)
     shape = _block_shape(call)
 
     stats = StatsRecorder(call.num_rows)
-    mask = call.model_kwargs.get(compat.decoder_names(model).mask)
-    rows = rows_of(call.input_ids, mask, encoder_inputs)
+    rows = rows_of(call.input_ids, call.attended, encoder_inputs)
     outputs = RequestedOutputs(
         call.generation_config, call.num_rows, call.model_kwargs.get("encoder_outputs")
     )
     stream = ColumnStream(request.streamer, call.num_rows, call.pad, stats.leave_out_streaming)
-    verifier = choose_verifier(call, emitter.of_call(call, outputs, stream), processes)
+    verifier = choose_verifier(call, build_emitter(call, outputs, stream), processes)
 
     def takes_flat(reads_prompts: bool) -> bool:
         may_be_flat = (call.num_rows > 1 or reads_prompts) and processes.is_alone
         may_be_flat &= shape is None and not outputs.observes
         may_be_flat &= not isinstance(verifier, Lockstep)  # which shows finished rows to processors
-        return may_be_flat and admission.takes_flat(model, position_ids, call.model_kwargs)
+        return may_be_flat and admission.takes_flat(call)
 
     runner = _runner(call, shape, verifier, processes, outputs, takes_flat)
     drafts = DraftSession(
@@ -95,7 +92,7 @@ def assemble(call: PreparedCall) -> BatchSession:
         Limits(
             call.do_sample,
             int(compat.text_config(model).vocab_size),
-            limits.num_draftable(model, position_ids, call.num_new),
+            call.num_draftable,
             chains=runner.only_chains or (shape is not None and not shape.by_kernel),
         ),
         runner,
@@ -180,7 +177,7 @@ def _runner(
         call.request.config.cuda_graphs,
         is_alone=processes.is_alone,
         observes=bool(outputs.observes),
-        decides=isinstance(verifier, Device),
-        scoring=verifier.scoring if isinstance(verifier, Device) else None,
+        decides=verifier.name == DEVICE,
+        scoring=select.scoring(verifier),
     )
     return engines.choose(select.engine_of(call.input_ids.device), options)

@@ -24,7 +24,7 @@ def decode(call: PreparedCall) -> Any:
         Unserved: This call cannot be speculated; nothing was emitted.
         ValueError: An option, a pool or a prediction is wrong.
     """
-    cache: Any = compat.given_cache(call.model_kwargs)
+    cache = call.cache
     # Where all layers keep a state, a cache does not say how long it is.
     may_restart = type(cache) is compat.DynamicCache and not facts_of(call.model).mixers
     may_restart = may_restart and not cache.get_seq_length()

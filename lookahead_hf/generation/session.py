@@ -171,16 +171,15 @@ class BatchSession(Session):
     tracer: Tracer | None
 
     def start(self, stack: ExitStack) -> None:
-        call, model = self.call, self.call.model
+        call = self.call
         shown = compat.LAST_HIDDEN_STATES if self.drafts.reads_hidden_states else {}
         try:
             with self.stats.phase("prefill"):
                 outputs = prefill(
                     self.runner,
-                    call.input_ids,
-                    call.generation_config,
-                    {**shown, **call.model_kwargs},
-                    lambda: stack.enter_context(compat.set_up_for_decoding(model)),
+                    call,
+                    lambda: stack.enter_context(compat.set_up_for_decoding(call.model)),
+                    shown,
                 )
         except (torch.OutOfMemoryError, Unserved):
             raise  # plain generation may follow, which streams the prompt itself

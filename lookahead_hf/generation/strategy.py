@@ -119,14 +119,14 @@ def _serve(
         unserved = error.with_traceback(None)
     else:
         if strategy.decoded is not None:
-            limits.say_once(strategy.decoded)
+            limits.warn_once(strategy.decoded)
             if strategy.decoded is not model:
                 stats.publish(model, strategy.record)
         elif strategy.record is None:
             return _fall_back(model, config, strategy.if_left_out, lambda: output)
         else:
             stats.publish(model, strategy.record)  # again: see `_fall_back`
-        return _signed(model, output, strategy.record)
+        return _attach_stats(model, output, strategy.record)
     return _fall_back(model, config, unserved, plain)
 
 
@@ -168,7 +168,7 @@ def _fall_back(
     stats.publish(model, record)  # before the text, at whose end a reader may ask for it
     output = plain()
     stats.publish(model, record)  # again: a processor may have called the model meanwhile
-    return _signed(model, output, record)
+    return _attach_stats(model, output, record)
 
 
 def _plain_record(config: SpeculativeConfig, unserved: Unserved) -> SpeculativeStats:
@@ -177,10 +177,10 @@ def _plain_record(config: SpeculativeConfig, unserved: Unserved) -> SpeculativeS
     return SpeculativeStats(fallback_reason=unserved.reason, trace=trace)
 
 
-def _signed(model: Any, output: Any, record: SpeculativeStats | None) -> Any:
-    """Return the output with a record, perhaps of several decodings, and call the listeners."""
+def _attach_stats(model: Any, output: Any, record: SpeculativeStats | None) -> Any:
+    """Attach the statistics to the output and notify the listeners."""
     if record is not None:
-        stats.tell(model, record)
+        stats.notify(model, record)
     if isinstance(output, ModelOutput):
         output.speculative_stats = record
     return output

@@ -169,6 +169,6 @@ def argmax(scores: torch.Tensor) -> int:
     if scores.device.type != "cpu":
         return int(scores.argmax())
     compiled = optional.find("cpu kernels")
-    if compiled is not None and compiled.chooses(scores.dtype) and scores.is_contiguous():
+    if compiled is not None and compiled.is_ready(scores.dtype) and scores.is_contiguous():
         return int(compiled.argmax(scores))
     return int(scores.float().numpy().argmax())

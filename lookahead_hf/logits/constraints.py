@@ -79,7 +79,7 @@ def recognise(processor: Any, num_rows: int) -> Constraint | None:
     return Constraint(processor, shadow, lambda row: each()[row])
 
 
-def of_call(processors: Any, num_rows: int) -> Constraint | None:
+def find_constraint(processors: Any, num_rows: int) -> Constraint | None:
     """Return the constraint of the first recognised processor, None if there is none."""
     found = (recognise(processor, num_rows) for processor in processors)
     return next((constraint for constraint in found if constraint is not None), None)

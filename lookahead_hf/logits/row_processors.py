@@ -130,34 +130,6 @@ class RowProcessors:
             scores = processor(ids, scores)
         return scores
 
-    def of_rows(
-        self,
-        rows: list[int],
-        ids: Callable[[int], torch.Tensor],
-        scores: torch.Tensor,
-    ) -> torch.Tensor:
-        """Apply processors of known classes to some rows, in as few calls as possible.
-
-        `ids` returns a row's prefix, [1, columns]; `scores` are [len(rows), vocab] float32.
-        """
-        assert self._unknown is None
-        self._scores = scores
-        for place, processor in enumerate(self._processors):
-            if type(processor) in SCORES_ONLY:
-                scores = self._in_full(processor, scores)
-            else:
-                each = zip(rows, scores.split(1), strict=True)
-                own = [self._by_row[row][place](ids(row), score) for row, score in each]
-                scores = torch.cat(own)
-        return scores
-
-    def _in_full(self, processor: Processor, scores: torch.Tensor) -> torch.Tensor:
-        """Call with the rows of plain generation's batch: they decide an accelerator's sums."""
-        missing = self.num_rows - len(scores)
-        filled = torch.cat([scores, scores[:1].expand(missing, -1)]) if missing else scores
-        no_ids = torch.empty(self.num_rows, 0, dtype=torch.long, device=scores.device)
-        return processor(no_ids, filled)[: len(scores)]
-
     @property
     def keeps_state(self) -> bool:
         """Whether a processor of the caller is brought up to date at the end only."""
@@ -171,15 +143,14 @@ class RowProcessors:
                 constraint.settle(ids, self._scores.new_zeros(shape), texts)
 
     def _chain(self, bound: list[Processor], device: torch.device) -> list[Processor]:
-        """Return a row's processors, on a CPU the fastest that round as in a batch."""
-        if device.type != "cpu":
+        """Return a row's processors, on a CPU the fastest, that round as in a batch."""
+        if device.type == "cpu":
+            bound = [twin(processor) for processor in bound]
+        if self.num_rows == 1:
             return bound
-        return [
-            functools.partial(_as_in_batch, p)
-            if self.num_rows > 1 and type(p) in _SUM_OVER_VOCAB
-            else twin(p)
-            for p in bound
-        ]
+        # On an accelerator the number of rows decides how any sum is divided.
+        kinds, rows = (_SUM_OVER_VOCAB, 2) if device.type == "cpu" else (SCORES_ONLY, self.num_rows)
+        return [functools.partial(_as_in_batch, p, rows) if type(p) in kinds else p for p in bound]
 
 
 def check_scores(scores: Any, do_sample: bool) -> None:
@@ -208,6 +179,9 @@ def knows_processor(processor: Any, num_rows: int = 1) -> bool:
     return fits and type(processor) in SCORES_ONLY | _BY_PREFIX
 
 
-def _as_in_batch(processor: Any, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Call a scores-only processor on two rows, since a CPU rounds one row differently."""
-    return processor(ids, scores.repeat(2, 1))[:1]
+def _as_in_batch(
+    processor: Any, rows: int, ids: torch.Tensor, scores: torch.Tensor
+) -> torch.Tensor:
+    """Call a scores-only processor on several rows, since one row may round differently."""
+    no_ids = ids.new_empty(rows, 0)
+    return processor(no_ids, scores.repeat(rows, 1))[:1]

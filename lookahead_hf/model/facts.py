@@ -73,7 +73,7 @@ def _key(model: Any) -> tuple[Any, ...]:
 
 
 class Numerics(NamedTuple):
-    """What determines a model's numbers beside its weights; a self test holds for one of these."""
+    """Everything but the weights that changes a model's results. Self tests are keyed by it."""
 
     dtype: torch.dtype
     device: torch.device

@@ -29,17 +29,21 @@ TRIED = frozenset(
 )
 """Text model types that our tests over all architectures cover."""
 
-PROMPT, TEXT = 6, 12
+PROMPT = 6
+
 TOLERANCE, TOLERANCE_HALF = 0.01, 0.15
 """Largest difference allowed, in standard deviations of the logits; a wrong mask gives about 1."""
-
-RIGHT = ((3, 0, 2, 0, 1, 3, 2, 3), (1, 2, 0, 3, 0, 2, 3, 3))
-"""Right tokens in the chains of two rows, step by step, more than `MOST_PENDING` in all. From the
-second step on a wrong token follows."""
 
 TOLERANCE_CHAINS = 1e-3
 """The same for a model with recurrent states. Rounding gives about 1e-5, an ignored state 2e-2 in a
 tiny Jamba."""
+
+TREES = ((3, 0), (1, 2))
+"""Right tokens in the drafts of two rows, step by step; a wrong token is drafted beside them."""
+
+CHAINS = ((3, 0, 2, 0, 1, 3, 2, 3), (1, 2, 0, 3, 0, 2, 3, 3))
+"""The same in a model with recurrent states, more than `MOST_PENDING` in all. From the second step
+on a wrong token follows the right ones."""
 
 passed: WeakKeyDictionary[type, set[Hashable]] = WeakKeyDictionary()
 """What models have passed, by their class: the next one of a kind need not be tested."""
@@ -65,16 +69,16 @@ def refusal(model: Any, is_flat: bool = False) -> tuple[str, str]:
     if compat.text_config(model).model_type in TRIED and facts_of(model).is_stock:
         return "", ""
     state, key = state_of(model), (numerics_of(model), is_flat)
-    found, due_to = state.trials.get(key, (None, None))
+    found, due_to = state.self_tests.get(key, (None, None))
     alike = passed.setdefault(type(model), set())
     if found is None and _kind(model, key) in alike:
-        found, due_to = state.trials[key] = "", None
+        found, due_to = state.self_tests[key] = "", None
     if found is None or (due_to is not None and due_to != compat.hook_numbers(model)):
         try:
             state.needs_copies.discard(key)
             found = fault(model, is_flat)
             is_lasting = not found and key not in state.needs_copies
-            state.trials[key] = found, None if is_lasting else compat.hook_numbers(model)
+            state.self_tests[key] = found, None if is_lasting else compat.hook_numbers(model)
             if is_lasting and (kind := _kind(model, key)) is not None:
                 alike.add(kind)
         except OSError as error:  # not the model's fault, and it may be over soon
@@ -102,10 +106,10 @@ def keeps_bits_in_trees(model: Any, width: int) -> bool:
     """
     if compat.counts_positions(model) or not tree_attention.serves(model.device, width):
         return False
-    trials, key = state_of(model).kernel_trials, numerics_of(model)
-    if key not in trials:
-        trials[key] = _is_all_by_kernel(model, width)
-    return trials[key]
+    tests, key = state_of(model).kernel_tests, numerics_of(model)
+    if key not in tests:
+        tests[key] = _is_all_by_kernel(model, width)
+    return tests[key]
 
 
 @torch.no_grad()
@@ -139,8 +143,8 @@ def fault(model: Any, is_flat: bool) -> str:
         if isinstance(error, (RuntimeError, MemoryError)) and "memory" in f"{error!r}".lower():
             raise
         copies, key = state_of(model).needs_copies, (numerics_of(model), is_flat)
-        if "view size is not compatible" in str(error) and key not in copies:
-            copies.add(key)
+        if isinstance(error, RuntimeError) and key not in copies:
+            copies.add(key)  # the model may need K and V in one piece
             return fault(model, is_flat)
         logger.info("the self test of %s failed, so it is not served", name, exc_info=True)
         return f"a block of tokens fails in {name}: {type(error).__name__}: {error}"
@@ -153,11 +157,22 @@ def fault(model: Any, is_flat: bool) -> str:
 @torch.no_grad()
 def _differs_by(model: Any, is_flat: bool) -> float:
     """Return the largest difference from plain logits, in their standard deviations."""
-    expected, got = _of_chains(model) if facts_of(model).mixers else _of_trees(model, is_flat)
-    worst = 0.0
-    for at, logits in got:
-        found = float((logits.float() - expected[at]).abs().max())
-        worst = float(np.maximum(worst, found))  # NaN stays NaN
+    has_states, vocab = bool(facts_of(model).mixers), compat.text_config(model).vocab_size
+    counts = CHAINS if has_states else TREES
+    length = PROMPT + 2 + max(sum(each) + len(each) for each in counts)
+    # Without the first ones, which may be special.
+    text = np.random.default_rng(0).integers(vocab // 8, vocab, length)
+    ids = torch.from_numpy(text)[None].repeat(2, 1).to(model.device)
+    mask = torch.ones_like(ids)
+    if not has_states:
+        mask[1, :2] = 0
+    expected = _plain_by_steps(model, ids, mask)
+    runner, worst = Runner(model, 2, flat=is_flat), 0.0
+    with patched(model):
+        found = _ragged(runner, text, counts, ids[:, :PROMPT], mask[:, :PROMPT])
+    for at, logits in found:
+        difference = float((logits.float() - expected[at]).abs().max())
+        worst = float(np.maximum(worst, difference))  # NaN stays NaN
     return worst / float(expected.std())
 
 
@@ -183,84 +198,45 @@ def _plain_by_steps(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.
     return torch.cat(logits[1:], 1)
 
 
-def _text(model: Any, length: int) -> np.ndarray:
-    """Return random tokens, [length] int64, without the first ones, which may be special."""
-    vocab = compat.text_config(model).vocab_size
-    return np.random.default_rng(0).integers(vocab // 8, vocab, length)
-
-
 Logits = list[tuple[tuple[int, int], torch.Tensor]]
 """Logits, [vocab], each with its row and place behind the prompt."""
 
 
-def _of_trees(model: Any, is_flat: bool) -> tuple[torch.Tensor, Logits]:
-    """Return plain logits, and those of two rows that advance by different counts."""
-    text = _text(model, TEXT)
-    ids = torch.from_numpy(text)[None].repeat(2, 1).to(model.device)
-    mask = torch.ones_like(ids)
-    mask[1, :2] = 0
-    expected = _plain_by_steps(model, ids, mask)
-    return expected, _ragged(model, text, ids[:, :PROMPT], mask[:, :PROMPT], is_flat)
-
-
 def _ragged(
-    model: Any, text: np.ndarray, prompt: torch.Tensor, mask: torch.Tensor, is_flat: bool
+    runner: Runner,
+    text: np.ndarray,
+    counts: tuple[tuple[int, ...], ...],
+    prompt: torch.Tensor,  # [rows, columns]
+    mask: torch.Tensor,  # [rows, columns]
 ) -> Logits:
-    runner, rows = Runner(model, 2, flat=is_flat), Rows(prompt.to("cpu").numpy())
-    decoy = int(text[0])
-    with patched(model):
-        begun = slice(0, -2) if is_flat else slice(None)
-        cache = compat.DynamicCache(config=model.config)
-        start(runner, prompt[:, begun], cache, mask[:, begun])
-        if is_flat:
-            runner.run(list(prompt[:, -2:].cpu().numpy()), DraftTree.empty(2))
-            runner.keep(np.ones(2, np.int64))
-        for row in range(2):
-            rows.emit(row, int(text[PROMPT]))
-        after = text[PROMPT + 1 : PROMPT + 4].tolist()
-        draft = DraftTree.from_rows([(after, [-1, 0, 1]), ([decoy, after[0]], [-1, -1])])
-        first = runner.launch(rows, draft).logits
-        got = [((0, i), first[0, i]) for i in range(4)]
-        got += [((1, 0), first[1, 0]), ((1, 1), first[1, 2])]
-        paths = [[0, 1, 2], [1]]
-        for row, path in enumerate(paths):
-            for token in text[PROMPT + 1 : PROMPT + 2 + len(path)].tolist():
-                rows.emit(row, token)
-        runner.commit(Verdict.from_rows(paths, paths, np.ones(2, bool)))
-        second = runner.launch(rows, DraftTree.empty(2)).logits
-    return got + [((row, int(rows.num_emitted[row]) - 1), second[row, 0]) for row in range(2)]
-
-
-def _of_chains(model: Any) -> tuple[torch.Tensor, Logits]:
-    """Return plain logits, and those of ragged chains in a model with recurrent states."""
-    text = _text(model, PROMPT + 2 + max(sum(each) + len(each) for each in RIGHT))
-    ids = torch.from_numpy(text)[None].to(model.device)
-    expected = _plain_by_steps(model, ids, torch.ones_like(ids))
-    with patched(model):
-        return expected, _ragged_chains(Runner(model, 2), text)
-
-
-def _ragged_chains(runner: Runner, text: np.ndarray) -> Logits:
-    """Return the logits of two rows of one text that advance by different counts."""
-    prompt = torch.from_numpy(text[:PROMPT])[None].repeat(2, 1)
-    rows, got = Rows(prompt.numpy()), []
+    """Return the logits of rows of one text that advance by these counts of right tokens."""
+    rows, every, got = Rows(prompt.to("cpu").numpy()), range(len(prompt)), Logits()
     cache = compat.DynamicCache(config=runner.model.config)
-    start(runner, prompt.to(runner.model.device), cache)
-    for row in range(2):
+    begun = slice(0, -2) if runner.is_flat else slice(None)
+    start(runner, prompt[:, begun], cache, mask[:, begun])
+    if runner.is_flat:
+        runner.run(list(prompt[:, -2:].cpu().numpy()), DraftTree.empty(len(rows.live)))
+        runner.keep(np.ones(len(rows.live), np.int64))
+    for row in every:
         rows.emit(row, int(text[PROMPT]))
-    for step, right in enumerate(zip(*RIGHT, strict=True)):
-        ends = PROMPT + rows.num_emitted  # of the text so far, [rows]
-        drafts = [text[end : end + n].tolist() for end, n in zip(ends, right, strict=True)]
-        for row in range(2) if step else ():
-            drafts[row].append((int(text[ends[row] + right[row]]) + 1) % int(text.max()))
-        logits = runner.launch(rows, DraftTree.from_chains([[each] for each in drafts])).logits
-        for row, (end, n) in enumerate(zip(ends.tolist(), right, strict=True)):
-            first = end - 1 - PROMPT
-            got += [((0, first + place), logits[row, place]) for place in range(n + 1)]
-            for token in text[end : end + n + 1].tolist():
+    for step, right in enumerate(zip(*counts, strict=True)):
+        emitted, paths, drafts = [], [], []
+        ends = (PROMPT + rows.num_emitted).tolist()  # of the text so far
+        for end, count in zip(ends, right, strict=True):
+            emitted.append(text[end : end + count + 1].tolist())
+            wrong = (emitted[-1][-1 if runner.only_chains else 0] + 1) % int(text.max())
+            own = emitted[-1][:-1]
+            chain = [*own, *([wrong] if step else [])]
+            drafts.append([chain] if runner.only_chains else [[wrong], own])
+            paths.append(range(len(own)) if runner.only_chains else range(1, 1 + len(own)))
+        logits = runner.launch(rows, DraftTree.from_chains(drafts)).logits
+        for row in every:
+            places = enumerate([0, *(node + 1 for node in paths[row])], ends[row] - 1 - PROMPT)
+            got += [((row, behind), logits[row, place]) for behind, place in places]
+            for token in emitted[row]:
                 rows.emit(row, token)
-        runner.keep(np.array(right) + 1)
-    assert runner.recurrent is not None
-    runner.recurrent.settle()
-    last = runner.launch(rows, DraftTree.empty(2)).logits
-    return got + [((0, int(n) - 1), last[row, 0]) for row, n in enumerate(rows.num_emitted)]
+        runner.commit(Verdict.from_rows(emitted, paths))
+    if runner.recurrent is not None:
+        runner.recurrent.settle()
+    last = runner.launch(rows, DraftTree.empty(len(rows.live))).logits
+    return got + [((row, int(n) - 1), last[row, 0]) for row, n in enumerate(rows.num_emitted)]

@@ -47,13 +47,13 @@ def insert(text, links, heads, place, token_id, context):
     links[place, :] = FREE
     if token_id <= BORDER:
         return 0
-    known = _gather(text, place, context)
+    known = gather(text, place, context)
     key = np.uint64(0)
     num_new = 0
     for k in range(NUM_KEYS):
         if known < 1 << k:
             break
-        key = longer_key(key, context, k)
+        key = _longer_key(key, context, k)
         slot = _find(text, heads, context, k, key)
         if heads[slot] == FREE:
             num_new += 1
@@ -70,10 +70,10 @@ def rehash(text, heads, larger):
     for entry in heads:
         if entry == FREE:
             continue
-        _gather(text, entry >> 2, context)
+        gather(text, entry >> 2, context)
         key = np.uint64(0)
         for k in range((entry & 3) + 1):
-            key = longer_key(key, context, k)
+            key = _longer_key(key, context, k)
         slot = _first_slot(key, len(larger))
         while larger[slot] != FREE:
             slot = (slot + 1) % len(larger)
@@ -81,16 +81,18 @@ def rehash(text, heads, larger):
 
 
 @jit_inner
-def grow(text, links, heads, length, limits, rates, min_score, nodes, scores):
+def grow(text, links, heads, start, limits, rates, min_score, nodes, scores):
     """Fill `nodes` [max_nodes, 6] and `scores` [max_nodes], best first; return their number.
 
-    `scores` and `order` hold the nodes so far and, after them, the best candidates by score: the
-    first candidate becomes the next node.
+    The tree follows `start`, a text's last tokens, newest first. `scores` and `order` hold the
+    nodes so far and, after them, the best candidates by score: the first candidate becomes the next
+    node.
     """
     min_ngram, max_ngram = limits
-    max_nodes = len(scores)
-    buffer = np.empty(max_nodes + max_ngram, np.int32)
-    known = _gather(text, length, buffer[max_nodes:])
+    max_nodes, known = len(scores), len(start)
+    buffer = np.empty(max_nodes + known, np.int32)
+    for i in range(known):
+        buffer[max_nodes + i] = start[i]
     found = np.empty((MOST_VISITS, NUM_FIELDS), np.int32)
     ranked, order = np.empty((max_nodes, NUM_FIELDS), np.int32), np.empty(max_nodes, np.int32)
     scratch = np.empty(NUM_KEYS, np.int64), np.empty(NUM_LEVELS, np.int32), found
@@ -107,7 +109,7 @@ def grow(text, links, heads, length, limits, rates, min_score, nodes, scores):
                 if reach >= min_score:
                     found[i, PARENT] = node
                     found[i, DEPTH] = depth + 1
-                    num_ranked = rank(ranked, order, scores, node + 1, num_ranked, found[i], reach)
+                    num_ranked = _rank(ranked, order, scores, node + 1, num_ranked, found[i], reach)
         node += 1
         if node == num_ranked:
             return node
@@ -119,7 +121,7 @@ def grow(text, links, heads, length, limits, rates, min_score, nodes, scores):
 
 
 @jit_inner
-def _gather(text, place, context):
+def gather(text, place, context):
     """Fill `context`, newest first, with the tokens before `place`; return their number."""
     known = 0
     while known < len(context) and place > known and text[place - 1 - known] > BORDER:
@@ -137,7 +139,7 @@ def _write_path(nodes, node, context):
 
 
 @jit_inner
-def longer_key(key, context, k):
+def _longer_key(key, context, k):
     """Return the hash of the context's last `2**k` tokens, from that of the next shorter key."""
     for i in range((1 << k) >> 1, 1 << k):
         key = (key ^ np.uint64(context[i] + 1)) * np.uint64(0x9E3779B97F4A7C15)
@@ -190,19 +192,20 @@ def _look_up(text, links, heads, context, min_ngram, shortest, scratch):
         place = newest[k]
         for _ in range(VISITS[k]):
             match_len = _match_len(text, place, context, 1 << k, min(place, most))
-            if match_len >= min_ngram and (match_len < most or k == longest):
+            is_longest = match_len < most or k == longest
+            if match_len >= min_ngram and is_longest and text[place] > BORDER:
                 level = LEVEL_OF[match_len]
                 occurrences[level] += 1
                 num_found = _note(found, num_found, text[place], level)
             place = links[place, k]
             if place == FREE:
                 break
-    set_buckets(found, num_found, occurrences)
+    _set_buckets(found, num_found, occurrences)
     return num_found
 
 
 @jit_inner
-def set_buckets(found, num_found, occurrences):
+def _set_buckets(found, num_found, occurrences):
     """Set the bucket of each token, from its COUNT of the `occurrences` of its LEVEL or more."""
     for level in range(NUM_LEVELS - 1, 0, -1):
         occurrences[level - 1] += occurrences[level]
@@ -220,7 +223,7 @@ def _newest_places(text, heads, context, newest):
     for k in range(NUM_KEYS):
         if len(context) < 1 << k:
             return k - 1
-        key = longer_key(key, context, k)
+        key = _longer_key(key, context, k)
         entry = heads[_find(text, heads, context, k, key)]
         if entry == FREE:
             return k - 1
@@ -264,7 +267,7 @@ def _shortest_key(best_rates, score, min_score, scores, num_ranked):
 
 
 @jit_inner
-def rank(ranked, order, scores, first, num_ranked, candidate, score):
+def _rank(ranked, order, scores, first, num_ranked, candidate, score):
     """Sort a candidate into `order[first:num_ranked]`; if that is full, the last one drops out.
 
     `ranked[order[i]]` is the candidate with the score `scores[i]`. Returns the new `num_ranked`.

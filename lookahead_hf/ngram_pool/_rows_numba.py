@@ -20,6 +20,7 @@ from lookahead_hf.ngram_pool._numba import (
     NUM_FIELDS,
     PARENT,
     TOKEN,
+    gather,
     grow,
     insert,
     rehash,
@@ -27,7 +28,7 @@ from lookahead_hf.ngram_pool._numba import (
 from lookahead_hf.ngram_pool.jit import jit, jit_inner
 from lookahead_hf.ngram_pool.matches import NUM_KEYS
 
-__all__ = ["grow_rows", "insert_rows", "rehash"]
+__all__ = ["grow_rows", "insert_rows", "last_tokens", "rehash"]
 
 # Columns of the states: addresses, sizes of `text` and `heads`, tokens and entries so far.
 TEXT, LINKS, HEADS, TEXT_ROOM, NUM_HEADS, LENGTH, NUM_ENTRIES = range(7)
@@ -84,8 +85,26 @@ def insert_rows(states, offsets, token_ids, done):
 
 
 @jit
-def grow_rows(states, live, limits, rates, min_score, max_nodes):
-    """Grow a tree per live row; return the fields of a `DraftTree` and the nodes' buckets."""
+def last_tokens(states, live, most):
+    """Return the last tokens of each live row's text, newest first, and their number.
+
+    They are [rows, most] int32 and [rows] int64; rows that are not live have none.
+    """
+    tokens = np.empty((len(states), most), np.int32)
+    known = np.zeros(len(states), np.int64)
+    for row in range(len(states)):
+        if live[row]:
+            text, _, _ = _arrays(states[row])
+            known[row] = gather(text, states[row, LENGTH], tokens[row])
+    return tokens, known
+
+
+@jit
+def grow_rows(states, starts, known, limits, rates, min_score, max_nodes):
+    """Grow a tree per row after its start; return the fields of a `DraftTree` and the buckets.
+
+    `starts` and `known` are as `last_tokens` returns them; nothing follows an empty start.
+    """
     num_rows = len(states)
     offsets = np.zeros(num_rows + 1, np.int64)
     tokens = np.empty(num_rows * max_nodes, np.int64)
@@ -93,11 +112,10 @@ def grow_rows(states, live, limits, rates, min_score, max_nodes):
     out_score = np.empty(num_rows * max_nodes, np.float32)
     nodes, scores = np.empty((max_nodes, NUM_FIELDS), np.int32), np.empty(max_nodes)
     for row in range(num_rows):
-        first, count = offsets[row], 0
-        if live[row]:
-            text, links, heads = _arrays(states[row])
-            length = states[row, LENGTH]
-            count = grow(text, links, heads, length, limits, rates, min_score, nodes, scores)
+        first = offsets[row]
+        text, links, heads = _arrays(states[row])
+        start = starts[row, : known[row]]
+        count = grow(text, links, heads, start, limits, rates, min_score, nodes, scores)
         for node in range(count):
             tokens[first + node] = nodes[node, TOKEN]
             fields[0, first + node] = nodes[node, PARENT]

@@ -298,8 +298,8 @@ kernels = {
 """The kernels for a CPU that compute layers, by the name of the dtype, and of what multiplies tiles
 where products are not made by vectors."""
 
-GROUPS = {each.name: each for each in (drafting, common, *kernels.values())}
-"""All groups by name, in the order in which a process compiles them."""
+GROUPS = {each.name: each for each in (common, *kernels.values(), drafting)}
+"""All groups by name."""
 
 if hasattr(os, "register_at_fork"):
     for _each in GROUPS.values():

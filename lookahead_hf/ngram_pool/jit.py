@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numba
-from numba import _dynfunc, njit
+from numba import _dynfunc, njit, types
 from numba.core import sigutils
 from numba.core.caching import (
     CompileResultCacheImpl,
@@ -48,7 +48,7 @@ class NotCompiledError(RuntimeError):
 
 def jit(function: Callable[..., Any]) -> Any:
     """Compile without the interpreter lock."""
-    return _kept(njit(nogil=True)(function), function)
+    return _outer(function)
 
 
 def jit_inner(function: Callable[..., Any]) -> Any:
@@ -62,8 +62,8 @@ def jit_numbers(function: Callable[..., Any]) -> Any:
     It may be made of functions in other files of its folder: code on disk that was made of others
     does not count.
     """
-    compiled = njit(nogil=True, error_model="numpy")(function)
-    return _kept(compiled, function, _sources(Path(function.__code__.co_filename).parent))
+    made_of = _sources(Path(function.__code__.co_filename).parent)
+    return _outer(function, made_of, error_model="numpy")
 
 
 def jit_inner_numbers(function: Callable[..., Any]) -> Any:
@@ -71,22 +71,34 @@ def jit_inner_numbers(function: Callable[..., Any]) -> Any:
     return _inner(function, error_model="numpy")
 
 
+def _outer(function: Callable[..., Any], made_of: str = "", **options: Any) -> Any:
+    """Compile a function that Python calls; `made_of` tells sources apart beside its file."""
+    _outer_names.add((function.__module__, function.__qualname__))
+    return _kept(njit(nogil=True, no_cfunc_wrapper=True, **options)(function), function, made_of)
+
+
 def _inner(function: Callable[..., Any], **options: Any) -> Any:
     """Compile a function that needs no code of its own in the process that compiles."""
     if not _is_compiler:
         return _kept(njit(nogil=True, **options)(function), function)
-    _inner_names.add((function.__module__, function.__qualname__))
-    return njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, **options)(function)
+    compiled = njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, **options)(function)
+    find = compiled.get_call_template
+    # numba would compile a version of its own for each constant argument.
+    compiled.get_call_template = lambda args, kws: find(tuple(map(types.unliteral, args)), kws)
+    return compiled
 
 
-_inner_names: set[tuple[str, str]] = set()
+_outer_names: set[tuple[str, str]] = set()
+"""Modules and names of the functions that have code of their own."""
+
 _is_compiler = False
 
 
 class _InnerLibrary(JITCodeLibrary):
-    """The code of an inner function, which is optimised and made native within its callers' only.
+    """The code of an inner function, or of one of numba's own, such as `numpy.empty`.
 
-    numba would do so at every level: that takes half of the time.
+    It is optimised and made native within its callers' only. numba would do so at every level: that
+    takes half of the time.
     """
 
     def finalize(self) -> None:
@@ -106,7 +118,7 @@ def compile_here() -> None:
 
     def get_executable(context: Any, library: Any, described: Any, environment: Any) -> Any:
         name = described.modname, described.qualname
-        if name not in _inner_names or type(library) is not JITCodeLibrary:
+        if name in _outer_names or type(library) is not JITCodeLibrary:
             return executable(context, library, described, environment)
         library.__class__ = _InnerLibrary
         library.finalize()

@@ -33,8 +33,8 @@ class Continuations:
     matches of that class or a higher one, and the share of them that the token followed.
     """
 
-    score: np.ndarray  # [nodes] float64, product of the buckets' rates along the path
-    token_ids: np.ndarray  # [nodes] int32
+    score: np.ndarray  # [nodes] float32, product of the buckets' rates along the path
+    token_ids: np.ndarray  # [nodes] int64
     parents: np.ndarray  # [nodes] int32, -1 for tokens that follow the text directly
     depth: np.ndarray  # [nodes] int32, 1 for tokens that follow the text directly
     bucket: np.ndarray  # [nodes] int32

@@ -1,4 +1,4 @@
-"""A bounded memory of n-grams across requests: finds what followed a context in any text."""
+"""A bounded memory of texts across requests: finds what followed a context in any of them."""
 
 from __future__ import annotations
 
@@ -6,22 +6,21 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from types import ModuleType
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from lookahead_hf.ngram_pool import store
-from lookahead_hf.ngram_pool.compilation import drafting, importing_numba
+from lookahead_hf.ngram_pool.compilation import drafting
 from lookahead_hf.ngram_pool.matches import (
     BORDER,
     LONGEST_MATCH,
-    NUM_BUCKETS,
     Continuations,
     check_limits,
 )
 from lookahead_hf.ngram_pool.store import MOST_TOKENS, MOST_VOCABULARY, Contents
+from lookahead_hf.ngram_pool.suffix_index import SuffixIndexes
 
 CHUNK = 1024
 """Tokens that are added at once: the most that another thread's look-up waits for."""
@@ -53,13 +52,13 @@ class PoolInfo:
 class NgramPool:
     """Remembers the newest tokens of all texts that were added, and finds n-grams in them.
 
-    The oldest texts leave first, an n-gram with its last occurrence. So frequent n-grams stay, but
-    only their newest occurrences count. All methods may be called from several threads.
+    When it is full, the older half of its tokens leaves, and the newer half is indexed again. All
+    methods may be called from several threads.
 
-    A loaded pool reads its file on demand and never writes to it: added texts stay in this process
-    until `save`. The file may be deleted or replaced meanwhile, but not written into: every method
-    then raises ValueError until the pool is loaded again, and a process that is reading the file at
-    that moment may end.
+    A loaded pool maps its file and never writes to it: added texts stay in this process until
+    `save`. The file may be deleted or replaced meanwhile, but not written into: every method then
+    raises ValueError until the pool is loaded again, and a process that is reading the file at that
+    moment may end.
 
     Example:
         >>> pool = NgramPool()
@@ -75,7 +74,7 @@ class NgramPool:
         vocab_size: int | None = None,
         tokenizer_fingerprint: str | None = None,
     ) -> None:
-        """Start an empty pool, which takes memory as it fills: 29 to 38 bytes a token in the end.
+        """Start an empty pool, which takes memory as it fills: 25 to 45 bytes a token.
 
         Args:
             max_tokens: Most tokens to hold; the end of each text counts as one.
@@ -93,9 +92,8 @@ class NgramPool:
             raise ValueError(
                 f"tokenizer_fingerprint must be a str or None, not {tokenizer_fingerprint!r}"
             )
-        self._start(
-            Contents(max_tokens, vocab_size=vocab_size, tokenizer_fingerprint=tokenizer_fingerprint)
-        )
+        empty = SuffixIndexes(1).filled(0)
+        self._start(Contents(max_tokens, vocab_size, tokenizer_fingerprint, empty))
 
     @classmethod
     def load(
@@ -105,7 +103,7 @@ class NgramPool:
         vocab_size: int | None = None,
         tokenizer_fingerprint: str | None = None,
     ) -> NgramPool:
-        """Open a file of `save` by memory map; `lookahead-hf pool check` also verifies its data.
+        """Open a file of `save` by memory map; `lookahead-hf pool check` compares its checksum.
 
         Args:
             path: The file.
@@ -131,39 +129,41 @@ class NgramPool:
         return pool
 
     def _start(self, contents: Contents) -> None:
-        _functions()
-        self._contents = contents
+        self._max_tokens, self._file = contents.max_tokens, contents.file
+        self._vocab_size = contents.vocab_size
+        self._tokenizer_fingerprint = contents.tokenizer_fingerprint
+        self._index = SuffixIndexes.of_arrays(contents.arrays)
         # Adding, merging and saving exclude each other; a look-up waits for one chunk at most.
         self._adding = threading.Lock()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         """Return the number of tokens that the pool holds."""
-        return self._contents.live - self._contents.num_texts
+        return int(np.count_nonzero(self._index.filled(0)[0] > BORDER))
 
     @property
     def vocab_size(self) -> int | None:
         """All token ids are below it; None: unknown."""
-        return self._contents.vocab_size
+        return self._vocab_size
 
     @property
     def tokenizer_fingerprint(self) -> str | None:
         """Identifies the tokenizer; None: unknown."""
-        return self._contents.tokenizer_fingerprint
+        return self._tokenizer_fingerprint
 
     @property
     def info(self) -> PoolInfo:
         """The contents of the pool in numbers."""
         with self._adding:
-            contents = self._contents
+            arrays, num_tokens = self._contents().arrays, len(self)
             return PoolInfo(
-                num_tokens=len(self),
-                num_texts=contents.num_texts,
-                max_tokens=contents.max_tokens,
-                num_ngrams=int(np.count_nonzero(contents.arrays()["table"])),
-                nbytes=sum(array.nbytes for array in contents.arrays().values()),
-                vocab_size=contents.vocab_size,
-                tokenizer_fingerprint=contents.tokenizer_fingerprint,
+                num_tokens=num_tokens,
+                num_texts=len(arrays[0]) - num_tokens,
+                max_tokens=self._max_tokens,
+                num_ngrams=self._index.num_entries(0),
+                nbytes=sum(array.nbytes for array in arrays),
+                vocab_size=self._vocab_size,
+                tokenizer_fingerprint=self._tokenizer_fingerprint,
             )
 
     def add(self, token_ids: Sequence[int] | np.ndarray) -> None:
@@ -194,9 +194,9 @@ class NgramPool:
                     f"the pools have {name} {ours!r} and {theirs!r}: only pools of one tokenizer "
                     "can be merged"
                 )
-        texts = other._texts()
+        with other._adding:
+            texts = other._contents().arrays[0].copy()
         with self._adding:
-            self._contents.check_file()
             self._adopt(other, texts)
             self._append(texts)
 
@@ -223,21 +223,27 @@ class NgramPool:
         Raises:
             ValueError: Not `1 <= min_ngram <= max_ngram <= 32`.
         """
-        check_limits(min_ngram, max_ngram)
-        contents = self._contents
-        contents.check_file()
-        newest_first = np.array(context[-max_ngram:][::-1], np.int32)
-        scores = np.empty(max_nodes)
-        nodes = np.empty((4, max_nodes), np.int32)  # token, parent, depth and bucket of each
+        limits = (min_ngram, max_ngram)
+        check_limits(*limits)
+        context = np.asarray(context[-max_ngram:], np.int64)
+        _, tokens, parents, depth, score, bucket = self.grow_after(
+            [context], rates, max_nodes, limits, min_score
+        )
+        return Continuations(score, tokens, parents, depth, bucket)
+
+    def grow_after(
+        self,
+        contexts: Sequence[np.ndarray],
+        rates: np.ndarray,
+        max_nodes: int,
+        limits: tuple[int, int],
+        min_score: float = 1e-4,
+    ) -> tuple[np.ndarray, ...]:
+        """Grow a tree after each context, as `SuffixIndexes.grow_after` does."""
+        self._check_file()
+        drafting.require()
         with self._lock:
-            drafting.require()
-            num_nodes = _functions().grow(
-                contents.log, contents.links, contents.table[: contents.num_buckets],
-                contents.num_added, contents.max_tokens, contents.time_bits,
-                contents.vocab_size or MOST_VOCABULARY, newest_first, (min_ngram, max_ngram),
-                rates.astype(np.float64), min_score, scores, nodes,
-            )  # fmt: skip
-        return Continuations(scores[:num_nodes], *nodes[:, :num_nodes])
+            return self._index.grow_after(contexts, rates, max_nodes, limits, min_score)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file; an older one is replaced once the new one is complete.
@@ -246,13 +252,13 @@ class NgramPool:
             OSError: The file cannot be written.
         """
         with self._adding:
-            store.write(path, self._contents)
+            store.write(path, self._contents())
 
     def _checked(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
         ids = np.asarray(token_ids)
         if not ids.size:
             return np.empty(0, np.int32)
-        most = self._contents.vocab_size or MOST_VOCABULARY
+        most = self._vocab_size or MOST_VOCABULARY
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= most:
             raise ValueError(
                 f"a text must be a sequence of token ids from 0 to {most - 1}, not "
@@ -260,65 +266,50 @@ class NgramPool:
             )
         return ids.astype(np.int32)
 
-    def _texts(self) -> np.ndarray:
-        """Copy the tokens that the pool holds and their borders, oldest first."""
-        with self._adding:
-            contents = self._contents
-            contents.check_file()
-            oldest = (contents.num_added - contents.live) % contents.max_tokens
-            return np.roll(contents.log[: contents.live], -oldest)
+    def _contents(self) -> Contents:
+        self._check_file()
+        known = self._vocab_size, self._tokenizer_fingerprint
+        return Contents(self._max_tokens, *known, self._index.filled(0))
+
+    def _check_file(self) -> None:
+        if self._file is not None:
+            self._file.check()
 
     def _adopt(self, other: NgramPool, texts: np.ndarray) -> None:
         """Adopt the other pool's tokenizer if it is unknown here; `texts` are its tokens."""
-        contents = self._contents
-        vocab_size = contents.vocab_size or other.vocab_size
-        own = contents.log[: contents.live]
+        vocab_size = self._vocab_size or other.vocab_size
+        own = self._contents().arrays[0]
         most = max(own.max(initial=BORDER), texts.max(initial=BORDER))
         if vocab_size is not None and most >= vocab_size:
             raise ValueError(
                 f"the pools have token ids up to {most}, but their vocabulary has {vocab_size}: "
                 "one of them is damaged, or their tokenizers differ"
             )
-        contents.vocab_size = vocab_size
-        contents.tokenizer_fingerprint = self.tokenizer_fingerprint or other.tokenizer_fingerprint
+        self._vocab_size = vocab_size
+        self._tokenizer_fingerprint = self.tokenizer_fingerprint or other.tokenizer_fingerprint
 
     def _append(self, token_ids: np.ndarray) -> None:  # [num_tokens] int32
         drafting.require()
-        contents = self._contents
-        contents.check_file()
-        contents.make_room(len(token_ids))
+        held = self._contents().arrays[0]
+        token_ids = token_ids[-self._max_tokens :]
+        if len(held) + len(token_ids) > self._max_tokens:
+            kept = max(0, self._max_tokens // 2 - len(token_ids))
+            newest = SuffixIndexes(1)
+            newest.extend(np.array([0, kept]), held[len(held) - kept :])
+            self._index = newest
         for start in range(0, len(token_ids), CHUNK):
             chunk = token_ids[start : start + CHUNK]
-            after = contents.later(len(chunk))
+            # Look-ups go on in the old index while a larger one is made.
+            index = self._index.with_room(len(chunk), len(token_ids) - start)
             with self._lock:
-                contents.num_texts += _functions().append(
-                    contents.log, contents.links, contents.table[: after.num_buckets],
-                    contents.num_buckets, contents.num_added, contents.max_tokens,
-                    contents.time_bits, chunk,
-                )  # fmt: skip
-                contents.num_added = after.num_added
+                self._index = index
+                index.extend(np.array([0, len(chunk)]), chunk)
 
 
 def _check_int(name: str, value: Any, most: int) -> None:
     is_int = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not is_int or not 1 <= value <= most:
         raise ValueError(f"{name} is {value!r}, but must be an int in 1..{most}")
-
-
-@cache
-def _functions() -> ModuleType:
-    with importing_numba():
-        from lookahead_hf.ngram_pool import _pool_numba
-    return _pool_numba
-
-
-def _load() -> None:
-    pool = NgramPool()
-    pool.add(range(100))
-    pool.grow([1, 2], np.full(NUM_BUCKETS, 0.5), 1)
-
-
-drafting.register(_load)
 
 
 def open_pool(pool: NgramPool | str | os.PathLike[str]) -> NgramPool:

@@ -10,7 +10,6 @@ import numpy as np
 
 from lookahead_hf.ngram_pool.compilation import drafting, importing_numba
 from lookahead_hf.ngram_pool.matches import LONGEST_MATCH, NUM_BUCKETS, NUM_KEYS, check_limits
-from lookahead_hf.ngram_pool.store import enlarged
 
 # Entries of the table per token of natural text (4 at most).
 ENTRIES_PER_TOKEN = 2.6
@@ -18,6 +17,9 @@ ENTRIES_PER_TOKEN = 2.6
 SPARE = 256
 """Tokens of room beyond those that a row lacks room for. Moving a row's tables takes 50
 microseconds, and with many short texts some row would move in every step."""
+
+Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Text, links and heads, as in `_numba`; all are int32."""
 
 
 class SuffixIndexes:
@@ -39,9 +41,24 @@ class SuffixIndexes:
         check_limits(min_ngram, max_ngram)
         self._limits = (min_ngram, max_ngram)
         self._states = np.zeros((num_rows, _functions().NUM_COLUMNS), np.int64)
-        self._arrays: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        self._arrays: dict[int, Arrays] = {}
         for row in range(num_rows):
             self.clear(row)
+
+    @classmethod
+    def of_arrays(cls, arrays: Arrays) -> SuffixIndexes:
+        """Return the index of a single row whose `filled` arrays these are."""
+        index, functions = cls(1), _functions()
+        text, _, heads = arrays
+        index._set(0, *arrays)
+        index._states[0, functions.LENGTH] = len(text)
+        index._states[0, functions.NUM_ENTRIES] = np.count_nonzero(heads >= 0)
+        return index
+
+    def filled(self, row: int) -> Arrays:
+        """Return the arrays of a row without the room behind its text."""
+        text, links, heads = self._arrays[row]
+        return text[: self.length(row)], links[: self.length(row)], heads
 
     def clear(self, row: int) -> None:
         self._states[row] = 0
@@ -51,6 +68,10 @@ class SuffixIndexes:
     def length(self, row: int) -> int:
         """Return the number of tokens in the index of a row, borders included."""
         return int(self._states[row, _functions().LENGTH])
+
+    def num_entries(self, row: int) -> int:
+        """Return how many different contexts of 1, 2, 4 and 8 tokens a row has."""
+        return int(self._states[row, _functions().NUM_ENTRIES])
 
     def extend(self, offsets: np.ndarray, token_ids: Sequence[int] | np.ndarray) -> None:
         """Append tokens to the text of every row; a negative id is a border.
@@ -65,6 +86,17 @@ class SuffixIndexes:
             for row in np.flatnonzero(missing).tolist():
                 self._make_room(row, int(missing[row]))
 
+    def with_room(self, num_now: int, num_later: int) -> SuffixIndexes:
+        """Return a copy of a single row's index that shares what need not be larger.
+
+        `num_now` tokens can be appended without moving anything; room for `num_later` is expected
+        to suffice. Others may read the old index meanwhile.
+        """
+        copied = SuffixIndexes(1, *self._limits)
+        copied._states, copied._arrays = self._states.copy(), dict(self._arrays)
+        copied._make_room(0, num_later, NUM_KEYS * num_now)
+        return copied
+
     def grow(
         self, rates: np.ndarray, max_nodes: int, live: np.ndarray, min_score: float = 1e-4
     ) -> tuple[np.ndarray, ...]:
@@ -73,21 +105,45 @@ class SuffixIndexes:
         `rates` are [NUM_BUCKETS]. Returns row offsets, token ids, parents, depths and scores as in
         a `DraftTree`, and the bucket of each node, [nodes] int32.
         """
-        return _functions().grow_rows(
-            self._states, live, self._limits, rates.astype(np.float64), min_score, max_nodes
+        functions, longest = _functions(), self._limits[1]
+        starts, known = functions.last_tokens(self._states, live, longest)
+        rates = rates.astype(np.float64)
+        return functions.grow_rows(
+            self._states, starts, known, self._limits, rates, min_score, max_nodes
         )
 
-    def _make_room(self, row: int, num_tokens: int) -> None:
-        """Make room for `num_tokens` more in the text, and about as many in the table."""
+    def grow_after(
+        self,
+        contexts: Sequence[np.ndarray],
+        rates: np.ndarray,
+        max_nodes: int,
+        limits: tuple[int, int],
+        min_score: float = 1e-4,
+    ) -> tuple[np.ndarray, ...]:
+        """Grow a tree after each of some other texts, in the first row's text; see `grow`."""
+        longest = limits[1]
+        states = np.repeat(self._states[:1], len(contexts), 0)
+        starts = np.empty((len(contexts), longest), np.int32)
+        known = np.array([min(len(context), longest) for context in contexts], np.int64)
+        for start, context, length in zip(starts, contexts, known, strict=True):
+            start[:length] = context[::-1][:length]
+        rates = rates.astype(np.float64)
+        return _functions().grow_rows(states, starts, known, limits, rates, min_score, max_nodes)
+
+    def _make_room(self, row: int, num_tokens: int, num_entries: int = NUM_KEYS) -> None:
+        """Make room for `num_tokens` more in the text, and about as many in the table.
+
+        The table gets room for `num_entries` in any case.
+        """
         functions, (text, links, heads) = _functions(), self._arrays[row]
         length = self.length(row) + num_tokens
         if length > len(text):
             room = max(length + SPARE, len(text) * 3 // 2)
-            text, links = enlarged(text, room), enlarged(links, room)
-        num_entries = int(self._states[row, functions.NUM_ENTRIES])
-        if num_entries + NUM_KEYS > int(functions.FILL * len(heads)):
-            num_more = ENTRIES_PER_TOKEN * (num_tokens + SPARE)
-            size = int((num_entries + num_more) / functions.FILL)
+            text, links = _enlarged(text, room), _enlarged(links, room)
+        entries = self.num_entries(row)
+        if entries + num_entries > int(functions.FILL * len(heads)):
+            num_more = max(num_entries, ENTRIES_PER_TOKEN * (num_tokens + SPARE))
+            size = int((entries + num_more) / functions.FILL) + 1
             larger = np.full(max(size, len(heads) * 3 // 2), -1, np.int32)
             functions.rehash(text, heads, larger)
             heads = larger
@@ -98,6 +154,13 @@ class SuffixIndexes:
         self._arrays[row] = arrays = text, links, heads
         addresses = [array.ctypes.data for array in arrays]
         self._states[row, :5] = *addresses, len(text), len(heads)
+
+
+def _enlarged(array: np.ndarray, length: int) -> np.ndarray:
+    """Return a copy with room for `length` entries; the new ones are not set."""
+    larger = np.empty((length, *array.shape[1:]), array.dtype)
+    larger[: len(array)] = array
+    return larger
 
 
 @cache

@@ -31,7 +31,7 @@ class Progress:
 
     def __init__(self, num_requests: int | None) -> None:
         """`num_requests`: the total, None if it is not known."""
-        self._bar = tqdm(total=num_requests, unit="request")
+        self._bar = tqdm(total=num_requests, unit="request", disable=None)  # a terminal alone
         self._begin = self._shown = time.perf_counter()
         self._tokens = self._emitted = self._steps = 0
 
@@ -170,7 +170,7 @@ class Engine:
             if self.is_call:
                 self._sum = record if self._sum is None else stats.joined(self._sum, record)
             stats.publish(self.model, self._sum or record)
-            stats.tell(self.model, record)
+            stats.notify(self.model, record)
         if self.progress is not None and output.is_finished():
             self.progress.finished(record)
         with self.changed:

@@ -137,7 +137,7 @@ def call(
             fallback.report(model, unserved, config.on_fallback, "transformers' manager")
             record = stats.SpeculativeStats(fallback_reason=unserved.reason)
             stats.publish(model, record)
-            stats.tell(model, record)
+            stats.notify(model, record)
     for name in ("seeds", "top_logprobs", "prompt_logprobs"):
         if getattr(asked, name) not in (None, 0, False):
             raise ValueError(

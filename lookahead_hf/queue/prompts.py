@@ -51,8 +51,7 @@ class Prompts:
         self._clear(row)
         is_flat = self._runner.is_flat and self._runner.reads_prompts
         alone = Runner(self._runner.model, 1, None, self._runner.steps, is_flat)
-        settings = call.generation_config, call.model_kwargs
-        outputs = prefill(alone, call.input_ids, *settings, before_steps)
+        outputs = prefill(alone, call, before_steps)
         assert alone.beginning is not None
         if self._runner.beginning is None:
             self._texts.build_like(alone.cache.slots)

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from lookahead_hf.call import admission, emitter
+from lookahead_hf.call import admission
 from lookahead_hf.call.admission import Purpose
+from lookahead_hf.call.emitter import build_emitter
 from lookahead_hf.call.outputs import RequestedOutputs
 from lookahead_hf.call.prepared import PreparedCall, Request
 from lookahead_hf.call.stopping import knows_criterion, with_stop_strings
@@ -313,7 +314,7 @@ class RequestBuilder:
                 f"need more than the {self.room} tokens that a request may have: lower "
                 "max_new_tokens, raise max_tokens, or lower max_slots, which share max_tokens"
             )
-        limit, last = limits.room(self.model), longest - 1
+        limit, last = limits.most_positions(self.model), longest - 1
         if limit is not None and last > limit:
             detail = f"positions up to {last}, where those of the model change or end at {limit}"
             raise Unserved(FallbackReason.MODEL, detail)
@@ -352,13 +353,7 @@ class RequestBuilder:
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail, "leave it out")
         config = call.generation_config
         outputs = KeptScores(config) if keeps_scores else RequestedOutputs(config, 1)
-        return rules_of(call, emitter.of_call(call, outputs, ColumnStream(None, 1, call.pad)), seed)
-
-    def num_draftable(self, call: PreparedCall) -> int:
-        """Return how many new tokens of a call drafts may cover."""
-        position_ids = limits.of_prompt(self.model, call.input_ids, call.model_kwargs)
-        assert position_ids is not None
-        return limits.num_draftable(self.model, position_ids, call.num_new)
+        return rules_of(call, build_emitter(call, outputs, ColumnStream(None, 1, call.pad)), seed)
 
     def check(self) -> None:
         """Check the model and the settings of the run.
@@ -414,10 +409,7 @@ class RequestBuilder:
 
     def _takes_flat(self, reads_prompts: bool) -> bool:
         """Return whether steps may use flat blocks, which hold the tokens of live rows only."""
-        call = self.trial()
-        position_ids = limits.of_prompt(self.model, call.input_ids, call.model_kwargs)
-        assert position_ids is not None
-        return admission.takes_flat(self.model, position_ids, call.model_kwargs)
+        return admission.takes_flat(self.trial())
 
     def trial(self) -> PreparedCall:
         """Return the call of a made-up request, whose prompt is one token."""

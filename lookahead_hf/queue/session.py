@@ -22,7 +22,7 @@ from lookahead_hf.generation.assembly import build_drafters
 from lookahead_hf.generation.decode import run
 from lookahead_hf.generation.recorder import StatsRecorder
 from lookahead_hf.generation.session import Session
-from lookahead_hf.logits import constraints
+from lookahead_hf.logits.constraints import find_constraint
 from lookahead_hf.model import compat
 from lookahead_hf.model.compat.batching import RequestStatus
 from lookahead_hf.queue.engine import Engine
@@ -228,7 +228,7 @@ class QueueSession(Session):
             job.wanted = builder.wanted(job)
             self._read_log_probs(job)
             job.call = builder.call(job)
-            job.constraint = constraints.of_call(job.call.processors, 1)
+            job.constraint = find_constraint(job.call.processors, 1)
             job.rules = builder.rules(job.call, job.seed, job.wanted.of_tokens)
             self.runner.make_room(int(job.call.generation_config.max_length))
         ids = job.call.input_ids[0].cpu().numpy()
@@ -238,7 +238,7 @@ class QueueSession(Session):
         assert job.rules is not None
         job.state.status = RequestStatus.DECODING
         self.rows.take(row, ids, job.group)
-        self.most_new[row] = self.engine.builder.num_draftable(job.call)
+        self.most_new[row] = job.call.num_draftable
         self.verifier.take(self.rows, row, job.rules, logits)
 
     def _read_log_probs(self, job: QueuedRequest) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,8 +32,7 @@ class _Name(str):
     is that of ours.
     """
 
-    def __hash__(self) -> int:
-        return hash(str(self))
+    __hash__ = str.__hash__
 
     def __eq__(self, other: object) -> bool:
         return str.__eq__(self, other) or str.__eq__(self.removeprefix(_PREFIX), other)
@@ -49,7 +49,7 @@ def configs_of(model: nn.Module) -> list[Any]:
     return compat.registry_configs(model, facts_of(model).attention_configs)
 
 
-def put_under(model: nn.Module, configs: Sequence[Any]) -> None:
+def install(model: nn.Module, configs: Sequence[Any]) -> None:
     """Replace the model's attention by ours, by the names that its configurations hold.
 
     In forwards that are not ours, such as those of other threads, it is the model's own.
@@ -61,7 +61,7 @@ def put_under(model: nn.Module, configs: Sequence[Any]) -> None:
             compat.set_attention_name(config, _registered(name))
 
 
-def take_out(configs: Sequence[Any]) -> None:
+def remove(configs: Sequence[Any]) -> None:
     """Restore the names of the model's own attention."""
     for config in configs:
         if isinstance(compat.attention_name(config), _Name):
@@ -101,8 +101,14 @@ def own_name(config: Any) -> str | None:
     return None if name is None else name.removeprefix(_PREFIX)
 
 
+@cache
+def _name(name: str) -> str:
+    """Return one object per name: a dict finds it without comparing it."""
+    return _Name(_PREFIX + name)
+
+
 def _registered(name: str) -> str:
-    ours = _Name(_PREFIX + name)
+    ours = _name(name)
     if compat.attention_function(ours) is None:
         compat.register_attention(ours, _ours(name), like=name)
     return ours
@@ -123,59 +129,52 @@ def _ours(name: str) -> Callable[..., Any]:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         context = current()
         kwargs |= {"dropout": dropout, "scaling": scaling}
-        call = _Call(context, name, module, kwargs)
         if context is None or not isinstance(context.block, FlatBlock):
-            return call.attend(query, key, value, attention_mask)
-        return context.block.attend(attention_mask, query, key, value, call.attend), None
+            return _attend(context, name, module, kwargs, query, key, value, attention_mask)
+        attend = partial(_attend, context, name, module, kwargs)
+        return context.block.attend(attention_mask, query, key, value, attend), None
 
     return attention
 
 
-class _Call(NamedTuple):
-    """A call of a layer's attention, without queries, keys, values and the mask."""
-
-    context: ForwardContext | None
-    name: str
-    module: nn.Module
-    kwargs: dict[str, Any]
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend as the function of this name does, in our way where we have one."""
-        context, kwargs = self.context, self.kwargs
-        function, is_stock = registered(context, self.name, self.module)
-        is_simple = kwargs.get("softcap") is None and kwargs.get("s_aux") is None
-        if compat.is_flash(function):
-            if context is None or mask is None or mask.dim() == 2:
-                named = compat.under_own_name(self.module, self.name)
-                return function(named, query, key, value, mask, **kwargs)
-            # It takes no mask of ours. Its replacement has all that the layer asks for.
-            function = compat.SDPA if is_simple else None
-        if context is not None and is_stock and kwargs.get("position_bias") is None:
-            # Depending on its version, transformers' sdpa refuses or ignores soft caps and sinks.
-            out = None
-            if function is None or is_simple:
-                out = _by_kernel(context, mask, query, key, value, kwargs)
+def _attend(
+    context: ForwardContext | None,
+    name: str,
+    module: nn.Module,
+    kwargs: dict[str, Any],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attend as the function of this name does, in our way where we have one."""
+    function, is_stock = registered(context, name, module)
+    # Depending on its version, transformers' sdpa refuses or ignores soft caps and sinks.
+    has_more = kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None
+    if compat.is_flash(function):
+        if context is None or mask is None or mask.dim() == 2:
+            named = compat.under_own_name(module, name)
+            return function(named, query, key, value, mask, **kwargs)
+        # It takes no mask of ours. Its replacement has all that the layer asks for.
+        function = None if has_more else compat.SDPA
+    if context is not None and is_stock and kwargs.get("position_bias") is None:
+        block = context.block
+        if isinstance(block, Block) and block.for_kernel and not (function and has_more):
+            out = _by_kernel(context, block, mask, query, key, value, kwargs)
             if out is not None:
                 return out, None
-            mask = read_mask(mask)
-            if function is not None and _folds(query, key, mask, kwargs):
-                groups = query.shape[1] // key.shape[1]
-                mask = None if mask is None else _folded(context, mask, groups)
-                out = fold(query, key, value, mask, groups, kwargs["scaling"])
-                # A flat block copies it into another order anyway.
-                is_flat = isinstance(context.block, FlatBlock)
-                return (out if is_flat else out.contiguous()), None
-        original = function or compat.eager_attention(self.module)
-        is_replaced = context is not None and function is not None and not is_stock
-        if is_replaced and mask is not None and mask.dtype != torch.bool:
-            mask = mask == 0  # as transformers gives it to sdpa
-        return original(self.module, query, key, value, mask, **kwargs)
+        mask = read_mask(mask)
+        if function is not None and _folds(query, key, mask, kwargs):
+            groups = query.shape[1] // key.shape[1]
+            mask = None if mask is None else _folded(context, mask, groups)
+            out = fold(query, key, value, mask, groups, kwargs["scaling"])
+            # A flat block copies it into another order anyway.
+            return (out if isinstance(block, FlatBlock) else out.contiguous()), None
+    original = function or compat.eager_attention(module)
+    is_replaced = context is not None and function is not None and not is_stock
+    if is_replaced and mask is not None and mask.dtype != torch.bool:
+        mask = mask == 0  # as transformers gives it to sdpa
+    return original(module, query, key, value, mask, **kwargs)
 
 
 def registered(context: ForwardContext | None, name: str, module: nn.Module) -> tuple[Any, bool]:
@@ -200,6 +199,7 @@ def _folded(context: ForwardContext, mask: torch.Tensor, groups: int) -> torch.T
 
 def _by_kernel(
     context: ForwardContext,
+    block: Block,
     mask: torch.Tensor | None,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -207,10 +207,9 @@ def _by_kernel(
     kwargs: dict[str, Any],
 ) -> torch.Tensor | None:
     """Attend by the kernel; None if it cannot or is slower. It returns no attention weights."""
-    counts, block = context.by_kernel, context.block
+    counts, out = context.by_kernel, None
     asked = tree_attention.is_faster if counts is None else tree_attention.can_attend
-    out = None
-    if isinstance(block, Block) and block.for_kernel and not kwargs.get("output_attentions"):
+    if not kwargs.get("output_attentions"):
         kind = None if mask is None else block.kind_of(mask)
         held = None if kind is None else block.held[kind]
         if held is not None and held.kind.chunk is None and asked(query, key, value):

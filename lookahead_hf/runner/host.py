@@ -30,7 +30,6 @@ class LayerSteps(Protocol):
         is_used: Whether it computed layers in the latest step, or will in the first one.
         counts: Layers of the latest step by how they ran, as in `SpeculativeStats`.
         reasons: Why layers ran their own code so far, values of `execution`.
-        was_timed: Whether the latest step ran several times, to find out which way is faster.
         reads_prompts: Whether it is to read prompts, too.
         most_tokens: Most tokens of a block that it computes.
     """
@@ -38,7 +37,6 @@ class LayerSteps(Protocol):
     is_used: bool
     counts: dict[str, int]
     reasons: set[str]
-    was_timed: bool
     reads_prompts: bool
     most_tokens: int
 
@@ -48,8 +46,8 @@ class LayerSteps(Protocol):
     def leave_prompt(self) -> None:
         """Note that the model's own code reads the prompt."""
 
-    def run(self, forward: Callable[[], Any], num_tokens: int) -> Any:
-        """Run a forward of so many tokens; `forward` may be called several times."""
+    def run(self, forward: Callable[[], Any]) -> Any:
+        """Run a forward; `forward` may be called twice."""
 
 
 class Runner:
@@ -105,21 +103,21 @@ class Runner:
             np.zeros(num_rows, bool),
         )
         self._is_repeat = self._is_new = False
-        self._names = compat.decoder_names(model)
         self.only_chains = bool(facts_of(model).mixers)
+        self._known_blocks = state_of(model).run_blocks
         self.recurrent: Any = None
         if self.only_chains and model.device.type == "cuda":
             self.execution = execution.STATES
 
     def begin(self, beginning: PromptState) -> None:
         """Go on behind prompts."""
-        self.beginning = beginning
+        self.beginning, self._names = beginning, beginning.names
         slots, copies = beginning.cache.slots, state_of(self.model).needs_copies
         slots.extent.copies = (
             bool(copies) and (facts.numerics_of(self.model), self.is_flat) in copies
         )
         if self._shape is not None:
-            slots.fix(slots.longest + self._shape.room)
+            slots.fix(slots.longest + self._shape.capacity)
         if self.only_chains:
             by_token = self._shape is not None
             states = optional.load("recurrent states")
@@ -155,13 +153,8 @@ class Runner:
 
     @property
     def has_one_shape(self) -> bool:
-        """Whether all blocks have the same shape."""
+        """Whether all blocks have the same shape; layers with a window then hold the whole text."""
         return self._shape is not None
-
-    @property
-    def trims(self) -> bool:
-        """Whether layers with a window hold no more than that."""
-        return self._shape is None
 
     @property
     def cache(self) -> ColumnCache:
@@ -185,8 +178,7 @@ class Runner:
 
         The first block of a size takes up to a fifth longer: oneDNN prepares its kernels for it.
         """
-        was_timed = self.steps is not None and self.steps.was_timed
-        return not (self._is_repeat or self._is_new or was_timed)
+        return not (self._is_repeat or self._is_new)
 
     def launch(self, rows: Rows, draft: DraftTree) -> StepOutputs:
         """Lay out a step and run it; its logits are [rows, 1 + most nodes or more, vocab]."""
@@ -272,14 +264,13 @@ class Runner:
             return self.model(**given, return_dict=True)
 
         with running(context, ids.device), experts:
-            outputs = run() if steps is None else steps.run(run, num_tokens)
+            outputs = run() if steps is None else steps.run(run)
         if steps is not None:
             self.execution = execution.COMPILED if steps.is_used else execution.MODEL
         self.num_fed += num_tokens
         kind = self.mode, num_tokens, flat is not None
-        known = state_of(self.model).run_blocks
-        self._is_new = kind not in known
-        known.add(kind)
+        self._is_new = kind not in self._known_blocks
+        self._known_blocks.add(kind)
         logits, states = outputs.logits, compat.last_hidden_states(outputs)
         if flat is not None:
             logits = flat.of_rows(logits)

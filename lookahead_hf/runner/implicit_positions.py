@@ -15,7 +15,7 @@ from lookahead_hf.runner.forward import current
 from lookahead_hf.runner.install import SetOwn
 
 
-def put_under(model: nn.Module, give: SetOwn) -> None:
+def install(model: nn.Module, give: SetOwn) -> None:
     """Have a model that counts positions itself use our columns in our forwards."""
     if not facts_of(model).needs_columns:
         return
@@ -47,7 +47,7 @@ def _looked_up(table: Any) -> Callable[..., torch.Tensor]:
         columns = _columns()
         if columns is None:
             return original(*args, **kwargs)
-        if compat.grows(table):
+        if compat.is_computed(table):
             return compat.entries_of_columns(table, columns[0].to(args[0].device), args[0])
         # By the table's own lookup: offloaded weights are present only while it runs.
         entries = original(*args, **{**kwargs, "position_ids": columns[0]})

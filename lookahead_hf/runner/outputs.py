@@ -12,7 +12,7 @@ import torch
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner import non_finite
-from lookahead_hf.runner.transfer import HostCopy, Ticket
+from lookahead_hf.runner.transfer import HostCopy, PendingCopy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +48,9 @@ class DeviceOutputs(StepOutputs):
     """
 
     copy: HostCopy
-    walk: Ticket
-    num_nan: Ticket
-    is_finite: Ticket | None
+    walk: PendingCopy
+    num_nan: PendingCopy
+    is_finite: PendingCopy | None
 
     def count_nan(self) -> np.ndarray:
         return self.num_nan.take()

@@ -26,24 +26,24 @@ def patched(model: nn.Module) -> AbstractContextManager[None]:
     undo, configs = state.patches, attention.configs_of(model)
 
     def put() -> None:
-        attention.put_under(model, configs)
+        attention.install(model, configs)
         if not undo:
-            _take_out_compiled(model, undo)
+            _remove_compiled(model, undo)
             give = partial(set_own, undo)
-            implicit_positions.put_under(model, give)
+            implicit_positions.install(model, give)
             if facts_of(model).mixers:
-                optional.load("recurrent states").put_under(model, give)
+                optional.load("recurrent states").install(model, give)
 
-    def take_out() -> None:
-        attention.take_out(configs)
+    def remove() -> None:
+        attention.remove(configs)
         while undo:
             undo[-1]()
             undo.pop()
 
-    return shared_change(state.patch_users, put, take_out)
+    return shared_change(state.patch_users, put, remove)
 
 
-def _take_out_compiled(model: nn.Module, undo: list[Callable[[], None]]) -> None:
+def _remove_compiled(model: nn.Module, undo: list[Callable[[], None]]) -> None:
     """Have a model run what `torch.compile` was given, and add to `undo` what reverts it.
 
     Compiled code is specialised to shapes, and those of drafts differ from step to step.

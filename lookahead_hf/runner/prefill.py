@@ -2,65 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 
-from lookahead_hf.block import layout
 from lookahead_hf.block.block import mask_kinds
 from lookahead_hf.block.layout import PromptState
 from lookahead_hf.cache import hf_layers
 from lookahead_hf.cache.adopt import AdoptedCache
+from lookahead_hf.call.prepared import PreparedCall
 from lookahead_hf.draft import DraftTree
-from lookahead_hf.model import compat, limits
+from lookahead_hf.model import compat
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.outputs import StepOutputs
 
 
 def prefill(
     runner: Runner,
-    input_ids: torch.Tensor,
-    generation_config: Any,
-    model_kwargs: dict[str, Any],
+    call: PreparedCall,
     before_steps: Callable[[], object] = lambda: None,
+    shown: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
     """Run the prompt as plain `generate` does, and let the runner take over its cache.
 
     Args:
         runner: The runner.
-        input_ids: Prompt tokens, [rows, columns].
-        generation_config: As prepared by `generate`.
-        model_kwargs: As prepared by `generate`.
+        call: The call.
         before_steps: Called after the forward, before the steps are prepared.
+        shown: Arguments of all forwards, by which they return more than the call asks for.
 
     Returns:
         The forward's outputs.
     """
-    model, names = runner.model, compat.decoder_names(runner.model)
-    mask = model_kwargs.get(names.mask)
-    attended = None if mask is None else mask.to("cpu").numpy().astype(bool)
-    passed = layout.passed_on(model_kwargs, names)
-    position_ids = limits.of_prompt(model, input_ids, model_kwargs)
-    assert position_ids is not None
-    given = compat.given_cache(model_kwargs)
-    facts = position_ids, model, generation_config, model_kwargs
-    seen = np.ones(input_ids.shape, bool) if attended is None else attended
-    if runner.is_flat and (runner.reads_prompts or not seen.all()) and _may_be_fed(seen, *facts):
-        _take_over(runner, given, seen, position_ids, passed, is_fed=True)
-        outputs: Any = _read(runner, input_ids.numpy(), seen)
+    passed = {**shown, **call.passed}
+    if _may_be_fed(runner, call, passed):
+        _take_over(
+            runner, call.names, call.cache, call.seen, call.position_ids, passed, is_fed=True
+        )
+        outputs: Any = _read(runner, call.input_ids.numpy(), call.seen)
         before_steps()
         return outputs
     if runner.steps is not None:
         runner.steps.leave_prompt()
-    is_counted = given is not None and not names.has_states_alone
-    before = int(given.get_seq_length()) if is_counted else 0
-    outputs = compat.prefill(model, input_ids, generation_config, model_kwargs)
+    is_counted = call.cache is not None and not call.names.has_states_alone
+    before = int(call.cache.get_seq_length()) if is_counted else 0
+    given = {**shown, **call.model_kwargs}
+    outputs = compat.prefill(call.model, call.input_ids, call.generation_config, given)
     before_steps()
     cache = compat.returned_cache(outputs)
-    returned = compat.is_users_cache(cache) or bool(generation_config.return_dict_in_generate)
-    _take_over(runner, cache, attended, position_ids, passed, returned)
+    returned = compat.is_users_cache(cache) or bool(call.generation_config.return_dict_in_generate)
+    _take_over(runner, call.names, cache, call.attended, call.position_ids, passed, returned)
     runner.num_fed += runner.num_rows * (runner.cache.num_columns - before)
     return outputs
 
@@ -93,7 +87,7 @@ def start(
         given[names.mask] = mask
         attended = mask.to("cpu").numpy().astype(bool)
     outputs = runner.model(**given, use_cache=True, return_dict=True)
-    _take_over(runner, compat.returned_cache(outputs), attended, position_ids, {})
+    _take_over(runner, names, compat.returned_cache(outputs), attended, position_ids, {})
 
 
 def _read(runner: Runner, ids: np.ndarray, attended: np.ndarray) -> StepOutputs:
@@ -119,6 +113,7 @@ def _read(runner: Runner, ids: np.ndarray, attended: np.ndarray) -> StepOutputs:
 
 def _take_over(
     runner: Runner,
+    names: compat.DecoderNames,
     given: compat.Cache,
     attended: np.ndarray | None,  # [rows, columns]
     position_ids: torch.Tensor,  # [..., rows, columns], or a single row for all
@@ -128,9 +123,9 @@ def _take_over(
 ) -> None:
     """Let a runner go on behind a prompt, in a cache of transformers that it takes over."""
     model, num_rows = runner.model, runner.num_rows
-    by_columns = is_fed or compat.decoder_names(model).has_states_alone
+    by_columns = is_fed or names.has_states_alone
     cache = AdoptedCache(
-        *(given, attended, num_rows, compat.layer_masks(model), runner.trims),
+        *(given, attended, num_rows, compat.layer_masks(model), not runner.has_one_shape),
         returned=returned,
         num_columns=position_ids.shape[-1] if by_columns else None,
         is_fed=is_fed,
@@ -138,35 +133,31 @@ def _take_over(
     kinds = [kind.within(cache.seen[kind.name]) for kind in mask_kinds(model)]
     position_ids = position_ids.expand(*position_ids.shape[:-2], num_rows, -1)
     of_prompt = position_ids.numpy() if runner.is_flat else None
-    runner.begin(PromptState(cache, kinds, passed, position_ids[..., -1:] + 1, of_prompt))
+    runner.begin(PromptState(names, cache, kinds, passed, position_ids[..., -1:] + 1, of_prompt))
 
 
-def _may_be_fed(
-    attended: np.ndarray,  # [rows, columns] bool
-    position_ids: torch.Tensor,  # [..., rows, columns]
-    model: Any,
-    generation_config: Any,
-    model_kwargs: dict[str, Any],
-) -> bool:
-    """Return whether prompts may be read in flat blocks instead of a padded batch.
+def _may_be_fed(runner: Runner, call: PreparedCall, passed: Mapping[str, Any]) -> bool:
+    """Return whether prompts are to be read in flat blocks instead of a padded batch.
 
     The block fills a cache of our own, which holds nothing for pads, so the caller must not see the
     cache. No window may be shorter than the prompt: it would move while the prompt is read.
     """
-    cache: Any = compat.given_cache(model_kwargs)
-    if not attended.size or not attended[:, -1].all():
+    seen = call.seen
+    if not runner.is_flat or (seen.all() and not runner.reads_prompts):
+        return False
+    if not seen.size or not seen[:, -1].all():
         return False  # plain generation goes on from a pad at the end of a row
-    newest = int(position_ids.max())
-    if any(newest >= limit for limit in compat.rope_limits(model).values()):
+    newest = int(call.position_ids.max())
+    if any(newest >= limit for limit in compat.rope_limits(call.model).values()):
         return False  # the frequencies of a block would follow from its own longest position
-    if generation_config.return_dict_in_generate or compat.is_users_cache(cache):
-        return False
-    if generation_config.prefill_chunk_size is not None or model_kwargs.get("output_hidden_states"):
-        return False
-    if any(model_kwargs.get(name) is not None for name in compat.PROMPT_ONLY):
-        return False  # embeddings or pictures
-    if type(cache) is not compat.DynamicCache or not cache.layers or cache.get_seq_length():
+    is_shown = call.returns_cache or passed.get("output_hidden_states")
+    in_chunks = call.generation_config.prefill_chunk_size is not None
+    # Embeddings or pictures.
+    has_more = any(call.model_kwargs.get(name) is not None for name in compat.PROMPT_ONLY)
+    cache, kind = call.cache, compat.DynamicCache
+    is_new = type(cache) is kind and cache.layers and not cache.get_seq_length()
+    if is_shown or in_chunks or has_more or not is_new:
         return False
     windows = [hf_layers.window(layer) for layer in cache.layers]
-    shares = getattr(compat.text_config(model), "num_kv_shared_layers", None)
-    return not shares and all(each is None or each >= attended.shape[1] for each in windows)
+    shares = getattr(compat.text_config(call.model), "num_kv_shared_layers", None)
+    return not shares and all(each is None or each >= seen.shape[1] for each in windows)

@@ -10,7 +10,7 @@ import torch
 from lookahead_hf.kernels import RowScan
 
 
-class Ticket:
+class PendingCopy:
     """A tensor on its way to the host."""
 
     def __init__(self, tensor: torch.Tensor, copy: HostCopy) -> None:
@@ -47,24 +47,24 @@ class HostCopy:
         num_nodes: torch.Tensor | None = None,
     ) -> None:
         self.scan, self.walk, self.num_nodes = scan, walk, num_nodes
-        self._waiting: list[Ticket] = []
+        self._waiting: list[PendingCopy] = []
 
-    def add(self, tensor: torch.Tensor) -> Ticket:
+    def add(self, tensor: torch.Tensor) -> PendingCopy:
         """Add a tensor to the next copy, with its content at that time."""
-        ticket = Ticket(tensor, self)
-        self._waiting.append(ticket)
-        return ticket
+        pending = PendingCopy(tensor, self)
+        self._waiting.append(pending)
+        return pending
 
     def send(self) -> None:
         """Start to copy everything added since the last time, without waiting for it."""
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
-        parts = [ticket.tensor.contiguous().view(-1).view(torch.uint8) for ticket in waiting]
+        parts = [pending.tensor.contiguous().view(-1).view(torch.uint8) for pending in waiting]
         data = parts[0] if len(parts) == 1 else torch.cat(parts)
         host, arrived = _start_copy(data)
-        for ticket, piece in zip(waiting, host.split([len(part) for part in parts]), strict=True):
-            ticket.bytes, ticket.arrived = piece, arrived
+        for pending, piece in zip(waiting, host.split([len(part) for part in parts]), strict=True):
+            pending.bytes, pending.arrived = piece, arrived
 
 
 def _start_copy(data: torch.Tensor) -> tuple[torch.Tensor, Any]:

@@ -6,10 +6,11 @@ Reasons against it are values of `execution`, which the statistics show.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from operator import is_
-from types import MethodType
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from operator import attrgetter, is_
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -94,66 +95,107 @@ _SKIPPED = frozenset({*vars(nn.Module()), *_METHODS, "generation_config", compat
 }
 """Attributes that are read as what they are, and those that `generate` reads and no forward."""
 
+_LAYOUT: tuple[Callable[[Any], Any], ...] = (
+    attrgetter("__class__", "shape", "dtype", "is_cpu"),
+    torch.Tensor.stride,
+    torch.Tensor.is_neg,
+)
+"""What a tensor's memory holds; read by `map`, since every step asks for it of every tensor."""
 
-class ModelSnapshot:
-    """Everything that a CUDA graph bakes in of a model, read in one walk over its modules.
 
-    A graph runs none of the model's Python, so it may be replayed only while the snapshot matches.
+class Held(NamedTuple):
+    """An object that a mapping has by a name."""
+
+    mapping: dict[Any, Any]
+    name: Any
+    value: Any
+
+
+class Watch:
+    """Everything that kernels or a graph rely on of some modules, read in one walk over them.
+
+    Neither runs any Python of the modules, so both may be used only while nothing has changed.
     `key` compares two moments between calls. Within a call, a streamer or another thread may still
     switch an adapter, hook a layer or replace a weight; `is_current` notices that in every step.
-    For 400 modules a snapshot takes milliseconds, `is_current` less than 0.2.
+    For 400 modules a walk takes milliseconds, `is_current` less than 0.4.
 
-    Plain numbers and strings of modules and configurations are compared by value, also in
-    containers up to two levels deep, such as the scaling of adapters. Everything else is compared
-    by identity.
+    In the key, plain numbers and strings of modules and configurations are compared by value, also
+    in containers up to two levels deep, such as the scaling of adapters. Everything else is
+    compared by identity.
 
     Attributes:
-        key: Equal in two snapshots that one graph serves. It keeps no part of the model alive.
+        modules: The modules.
+        functions: What their classes call, by owner and name; many modules have the same.
+        was_hooked: Whether a module had hooks.
+        key: Equal at two moments that one graph serves. It keeps no part of the model alive.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        """Read the model; its weights stay in memory as long as the snapshot."""
-        self._model = model
+    def __init__(self, modules: Iterable[nn.Module], is_graph: bool = False) -> None:
+        """Read modules.
+
+        Args:
+            modules: The modules.
+            is_graph: Whether a graph has baked in addresses and configurations, too. The weights
+                stay in memory as long as the watch. Otherwise weights may move, and whatever is
+                called in place of the first module does not count.
+        """
+        self.modules = list(modules)
+        self.functions: dict[tuple[Any, str], Any] = {}
         self._found: list[Any] = []
-        self._held: list[tuple[dict[Any, Any], Any, Any]] = []
+        self._held: list[Held] = []
         self._dicts: list[dict[Any, Any]] = []
         self._sequences: list[tuple[Any, tuple[Any, ...]]] = []
-        self._forwards: dict[type[nn.Module], Any] = {}
-        self._blockers: set[str] = set()
-        for own in compat.global_hooks():
-            self._hold(own, own)
-        for config in compat.configs_of(model.modules()):
-            self._read(vars(config), 3)
-        for module in model.modules():
+        self._called = {} if is_graph else vars(self.modules[0])
+        if is_graph:
+            for own in compat.global_hooks():
+                self._hold_all(own)
+            for config in compat.configs_of(self.modules):
+                self._read(vars(config), 3)
+        for module in self.modules:
             self._read_module(module)
-        tensors = (*model.parameters(), *model.buffers())
-        plain = [each for each in tensors if not hasattr(each, "__tensor_flatten__")]
-        self._data = [(each, each.data_ptr(), each.untyped_storage()) for each in plain]
-        self._size = sum(map(len, self._dicts))
-        self._attention = _attention_functions()
+        self.was_hooked = any(any(compat.hooks_of(module)) for module in self.modules)
+        self._kinds = list(map(type, self.modules))
+        self._size = self._count()
+        found = [each for module in self.modules for each in compat.tensors_of(module)]
+        distinct = list({id(each): each for each in found}.values())
+        self._tensors = [each for each in distinct if not hasattr(each, "__tensor_flatten__")]
+        self._described = self._describe()
+        baked = self._tensors if is_graph else []
+        self._data = [(each, each.data_ptr(), each.untyped_storage()) for each in baked]
+        self._attention = _attention_functions() if is_graph else ()
         self._found += map(_Same, self._attention)
-        self.key = (*_of_process(tensors[0].device.type), *self._found)
+        settings = _process_settings(distinct[0].device.type) if is_graph else ()
+        self.key = (*settings, *self._found)
         self._found.clear()
 
     def _read_module(self, module: nn.Module) -> None:
         own, kind = vars(module), type(module)
-        self._forwards[kind] = kind.forward
-        self._found += (_Same(kind), _Same(kind.forward))
+        self._found.append(_Same(kind))
+        if (kind, "forward") not in self.functions:
+            names = [name for name, each in vars(kind).items() if isinstance(each, FunctionType)]
+            of_kind = {name: getattr(kind, name) for name in ("forward", "__call__", *names)}
+            self.functions |= {(kind, name): each for name, each in of_kind.items()}
+            self._found += map(_Same, of_kind.values())
         for name in compat.HOLDERS:
-            self._hold(own[name], own[name])
+            self._hold_all(own[name])
         for tensor in compat.tensors_of(module):
             self._found += addresses(tensor)
-        names = [name for name in own if name not in _SKIPPED]
-        self._hold(own, names)
+        skipped = {*_SKIPPED, compat.CALL} if own is self._called else _SKIPPED
+        names = [name for name in own if name not in skipped]
+        self.hold(own, names)
+        self._dicts.append(own)
         for name in names:
             self._found.append(name)
             self._read(own[name], 2)
-        self._blockers.update(blockers_of(module))
 
-    def _hold(self, holder: dict[Any, Any], names: Iterable[Any]) -> None:
-        """Remember the objects that a dict holds by these names, and its size."""
-        self._dicts.append(holder)
-        self._held += [(holder, name, holder[name]) for name in names]
+    def hold(self, mapping: dict[Any, Any], names: Iterable[Any]) -> None:
+        """Remember the objects that a mapping has by these names."""
+        self._held += [Held(mapping, name, mapping[name]) for name in names]
+
+    def _hold_all(self, mapping: dict[Any, Any]) -> None:
+        """Remember all that a mapping has, and that it has no more."""
+        self.hold(mapping, mapping)
+        self._dicts.append(mapping)
 
     def _read(self, value: Any, depth: int) -> None:
         """Add a value to the key; `depth`: levels of containers that are read."""
@@ -168,7 +210,7 @@ class ModelSnapshot:
             found.append(_Same(value))
         elif isinstance(value, dict):
             found += (kind, len(value))
-            self._hold(value, value)
+            self._hold_all(value)
             for name, item in tuple(value.items()):
                 self._read(name, 0)
                 self._read(item, depth - 1)
@@ -178,30 +220,58 @@ class ModelSnapshot:
             for item in tuple(value):
                 self._read(item, depth - 1)
 
+    @cached_property
+    def _columns(self) -> tuple[Sequence[Any], ...]:
+        """Mappings, names and values of all that is held."""
+        return tuple(zip(*self._held, strict=True))
+
+    def _count(self) -> int:
+        return sum(map(len, self._dicts)) - (compat.CALL in self._called)
+
+    def _describe(self) -> list[Any]:
+        """Return how the tensors are laid out in memory."""
+        return [list(map(each, self._tensors)) for each in _LAYOUT]
+
+    def is_hooked(self) -> bool:
+        """Return whether hooks of a module do something now."""
+        return any(map(is_hooked, self.modules))
+
     def is_current(self) -> bool:
-        """Return whether the model still holds the same objects, in the same memory."""
+        """Return whether nothing has changed."""
+        return self.are_modules_current() and are_current(self.functions)
+
+    def are_modules_current(self) -> bool:
+        """Return whether the modules still hold the same objects, in the same memory."""
+        mappings, names, values = self._columns
         return (
-            sum(map(len, self._dicts)) == self._size
-            and all(holder.get(name) is value for holder, name, value in self._held)
+            all(map(is_, map(dict.get, mappings, names), values))
+            and self._count() == self._size
+            and list(map(type, self.modules)) == self._kinds
+            and self._describe() == self._described
             and all(tensor.data_ptr() == address for tensor, address, _ in self._data)
-            and all(kind.forward is forward for kind, forward in self._forwards.items())
-            and all(map(is_, _attention_functions(), self._attention))
+            and (not self._attention or all(map(is_, _attention_functions(), self._attention)))
             and all(
                 len(now) == len(then) and all(map(is_, now, then)) for now, then in self._sequences
             )
         )
 
-    def blockers(self, extras: Mapping[str, Any]) -> list[str]:
-        """Return why steps are neither captured nor replayed, given the forward's `extras`."""
-        found = self._blockers | {watcher()}
-        if any(isinstance(value, torch.Tensor) for value in extras.values()):
-            found.add(execution.TENSORS)
-        if compat.reads_lengths(self._model):
-            found.add(execution.READS_LENGTHS)
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            found.add(execution.CAPTURED)
-        order = vars(execution).values()
-        return [reason for reason in order if isinstance(reason, str) and reason in found]
+
+def are_current(functions: Mapping[tuple[Any, str], Any]) -> bool:
+    """Return whether owners still have these functions by their names."""
+    return all(getattr(*at, None) is function for at, function in functions.items())
+
+
+def blockers(model: nn.Module, extras: Mapping[str, Any]) -> list[str]:
+    """Return why steps are neither captured nor replayed, given the forward's `extras`."""
+    found = {reason for module in model.modules() for reason in blockers_of(module)} | {watcher()}
+    if any(isinstance(value, torch.Tensor) for value in extras.values()):
+        found.add(execution.TENSORS)
+    if compat.reads_lengths(model):
+        found.add(execution.READS_LENGTHS)
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        found.add(execution.CAPTURED)
+    order = vars(execution).values()
+    return [reason for reason in order if isinstance(reason, str) and reason in found]
 
 
 class _Same:
@@ -227,10 +297,10 @@ def addresses(tensor: torch.Tensor) -> list[tuple[Any, ...]]:
     if hasattr(tensor, "__tensor_flatten__"):  # quantised weights, for instance
         inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         return [address for each in inner for address in addresses(each)]
-    return [(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())]
+    return [(tensor.data_ptr(), tensor.is_neg(), tensor.dtype, tensor.shape, tensor.stride())]
 
 
-def _of_process(device: str) -> tuple[Any, ...]:
+def _process_settings(device: str) -> tuple[Any, ...]:
     """Return the settings of the process that decide which operations a forward runs."""
     cuda = torch.backends.cuda
     cudnn: Any = torch.backends.cudnn  # stubs lack its parts
@@ -262,7 +332,7 @@ def _is_replaced(module: nn.Module) -> bool:
 
     A graph may stand for what `torch.compile` wrapped, and for the fused kernels that Liger-Kernel
     and the kernels hub (`use_kernels=True`) put there: they know nothing but the module and their
-    arguments. The snapshot's key holds which forward it is.
+    arguments. The key holds which forward it is.
     """
     own = vars(module).get("forward")
     if own is None or _is_fused(module, own):

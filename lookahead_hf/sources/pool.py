@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -75,22 +74,17 @@ class PoolDrafter(Drafter):
         check_limits(min_ngram, max_ngram)
         _check_tokenizer(pool, vocab_size, getattr(tokenizer, "tokenizer", tokenizer))
         self._pool, self._learn = pool, learn
-        self._limits = {"min_ngram": min_ngram, "max_ngram": max_ngram}
+        self._limits = (min_ngram, max_ngram)
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
-        most = np.where(rows.live, max_nodes, 0).tolist()
-        grown = [
-            self._pool.grow(rows.context(row), self.rates, size, **self._limits)
-            for row, size in enumerate(most)
+        contexts = [
+            rows.context(row) if live else np.empty(0, np.int64)
+            for row, live in enumerate(rows.live)
         ]
-
-        def flat(name: str, dtype: type[np.generic]) -> np.ndarray:
-            return np.concatenate([getattr(tree, name) for tree in grown], dtype=dtype)
-
-        offsets = np.array([0, *accumulate(len(tree.score) for tree in grown)])
-        ids, score = flat("token_ids", np.int64), flat("score", np.float32)
-        tree = DraftTree(offsets, ids, flat("parents", np.int32), flat("depth", np.int32), score)
-        return tree.with_buckets(flat("bucket", np.int32))
+        offsets, tokens, parents, depth, score, buckets = self._pool.grow_after(
+            contexts, self.rates, max_nodes, self._limits
+        )
+        return DraftTree(offsets, tokens, parents, depth, score).with_buckets(buckets)
 
     def end_row(self, rows: Rows, row: int) -> None:
         if self._learn and rows.num_text[row]:

@@ -1,4 +1,4 @@
-"""Verifies all rows column by column, and follows another process."""
+"""Verifies all rows column by column."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from lookahead_hf.call.prepared import PreparedCall
 from lookahead_hf.draft import ROOT, DraftTree, Verdict
 from lookahead_hf.logits.row_processors import check_scores
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner.processes import Processes, StepMessage
+from lookahead_hf.runner.processes import Processes
 from lookahead_hf.verification.verifier import Verifier
-from lookahead_hf.verification.walk import Decide, Walk
 
 
 class Lockstep(Verifier):
@@ -21,6 +20,7 @@ class Lockstep(Verifier):
     The walk goes on while every row has a child with its token. A finished row is fed pads, as in
     plain, and its draft is pads, so that it does not hold the others up. Without an eos criterion
     plain goes on with finished rows until all have finished; here they count as live until then.
+    Where another process decides, its tokens are emitted.
     """
 
     name = "lockstep"
@@ -37,6 +37,8 @@ class Lockstep(Verifier):
         return draft.with_chains(np.full(int(draft.depth.max()), pad), rows.finished)
 
     def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
+        receive = self._processes.receive
+        message = None if receive is None else receive()
         live, before = rows.live, rows.num_text
         tokens: list[list[int]] = []  # [rows] of each decoding step
         paths: list[list[int]] = []  # [rows] of each decoding step but the last
@@ -47,7 +49,12 @@ class Lockstep(Verifier):
             chosen = self._chosen(rows, logits[every, at])
             if self._emitter.pad is not None:
                 chosen[rows.finished] = self._emitter.pad
-            self._emit(rows, chosen.tolist())
+            ended = None
+            if message is not None:
+                decided = message.verdict
+                chosen = decided.token_ids[decided.token_offsets[:-1] + len(tokens)]
+                ended = decided.finished & (message.num_text <= rows.num_emitted + 1)
+            self._emitter.emit_to_all(rows, chosen.tolist(), ended)
             tokens.append(rows.last_tokens.tolist())
             if not rows.live.any():
                 break
@@ -76,56 +83,3 @@ class Lockstep(Verifier):
         else:
             chosen = scores.argmax(-1)
         return chosen.to("cpu").numpy().astype(np.int64)
-
-    def _emit(self, rows: Rows, tokens: list[int]) -> None:
-        """Append a token to every row."""
-        self._emitter.emit_to_all(rows, tokens)
-
-
-class _Follower(Verifier):
-    """Receives the decision of another process before each step."""
-
-    _message: StepMessage
-    _at = 0  # decoding steps of the message that were taken
-
-    def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
-        assert self._processes.receive is not None
-        self._message, self._at = self._processes.receive(), 0
-        return super().verify(rows, draft, logits)
-
-
-class FollowerWalk(_Follower, Walk):
-    """Walks along the path that another process chose."""
-
-    def _decider(self, rows: Rows, row: int, draft: DraftTree, logits: torch.Tensor) -> Decide:
-        own = super()._decider(rows, row, draft, logits)
-        tokens = iter(self._message.verdict.emitted(row).tolist())
-        path = iter(self._message.verdict.accepted(row).tolist())
-
-        def decide(node: int) -> tuple[int, int | None]:
-            own(node)
-            return next(tokens), next(path, None)
-
-        return decide
-
-    def _emit(self, rows: Rows, row: int, token: int) -> bool:
-        message = self._message
-        is_last = int(rows.num_emitted[row]) + 1 == int(message.num_text[row])
-        stops = bool(message.verdict.finished[row]) and is_last
-        return self.rules.emitter.emit(rows, row, token, stops)
-
-
-class FollowerLockstep(_Follower, Lockstep):
-    """Takes all rows through the decoding steps whose tokens another process chose."""
-
-    def _chosen(self, rows: Rows, logits: torch.Tensor) -> np.ndarray:
-        super()._chosen(rows, logits)
-        verdict = self._message.verdict
-        tokens: np.ndarray = verdict.token_ids[verdict.token_offsets[:-1] + self._at]
-        self._at += 1
-        return tokens
-
-    def _emit(self, rows: Rows, tokens: list[int]) -> None:
-        message = self._message
-        ended = message.verdict.finished & (message.num_text <= rows.num_emitted + 1)
-        self._emitter.emit_to_all(rows, tokens, ended)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from lookahead_hf.runner.transfer import pinned
-from lookahead_hf.verification.rng import Parked, Replay, refuse_unless
+from lookahead_hf.verification.rng import Replay, SavedGenerator, refuse_unless
 
 
 class Noise:
@@ -44,11 +44,11 @@ class Noise:
         self._device = torch.device(device)
         self._max_blocks = max(2, max_bytes // (4 * num_rows * vocab))
         self._blocks: dict[int, torch.Tensor] = {}  # the newest last
-        self._parked: Parked | None = None
+        self._saved: SavedGenerator | None = None
         generator = torch.Generator(self._device)
         if seed is None:
-            self._parked = Parked(self._device)
-            begin = self._parked.begin
+            self._saved = SavedGenerator(self._device)
+            begin = self._saved.begin
         else:
             begin = generator.manual_seed(seed).get_state()
         self._replay = Replay(generator, begin)
@@ -88,37 +88,36 @@ class Noise:
             out.index_copy_(0, to, self.block(int(wanted[order[first]])).index_select(0, of))
         return out.view(rows, depths, vocab)
 
-    def pick(self, probs: torch.Tensor, rows: list[int], steps: np.ndarray) -> list[int]:
-        """Return the tokens that plain picks for some rows, with one copy to the host.
+    def pick(self, probs: torch.Tensor, row: int, step: int) -> int:
+        """Return the token that plain picks for a row, with one copy to the host.
 
         Args:
-            probs: Probabilities of each row's next token, [picked rows, vocab].
-            rows: The picked rows.
-            steps: Tokens that each of them emitted before this one, [picked rows].
+            probs: Probabilities of the row's next token, [vocab].
+            row: The row.
+            step: Tokens that it emitted before this one.
 
         Raises:
             RuntimeError: The probabilities are not finite; the message is torch's own.
         """
-        noise = [self.block(step)[row] for row, step in zip(rows, steps.tolist(), strict=True)]
-        best = (probs / torch.stack(noise)).max(-1)
-        ratios, tokens = torch.stack([best.values.double(), best.indices.double()]).tolist()
-        refuse_unless(all(map(math.isfinite, ratios)))
-        return [int(token) for token in tokens]
+        best = (probs / self.block(step)[row]).max(-1)
+        ratio, token = torch.stack([best.values.double(), best.indices.double()]).tolist()
+        refuse_unless(math.isfinite(ratio))
+        return int(token)
 
     def finish(self, num_steps: int) -> None:
         """Leave the default generator where plain leaves it after `num_steps` decoding steps.
 
         Should that fail, the generator is again where the call found it.
         """
-        if self._parked is None:
+        if self._saved is None:
             self._blocks.clear()
             return
-        state = self._parked.begin
+        state = self._saved.begin
         try:
             self._go_to(num_steps)
             state = self._replay.generator.get_state()
         finally:
-            self._parked.put_back(state)
+            self._saved.put_back(state)
             self._blocks.clear()
 
     def _go_to(self, step: int) -> None:

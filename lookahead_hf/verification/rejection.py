@@ -11,62 +11,73 @@ rows. Otherwise the rule is applied to each node that the walk reaches, with any
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from lookahead_hf import kernels
-from lookahead_hf.draft import DraftTree, Verdict, place_in_row
+from lookahead_hf.draft import DraftTree, place_in_row
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner.processes import Processes
 from lookahead_hf.runner.transfer import pinned
 from lookahead_hf.verification.node_processors import NodeProcessors, admits
 from lookahead_hf.verification.rng import refuse_unless
-from lookahead_hf.verification.walk import Decide, Rules, Walk, along
+from lookahead_hf.verification.walk import Choice, Decide, DecideStep, Rules, along
 
 
-class Rejection(Walk):
-    """Verifies sampled texts against `DraftTree.probs`.
+def rejecting(rules: Rules) -> DecideStep:
+    """Return how the rows of a sampled batch decide by `DraftTree.probs`.
 
     Drawn siblings come first, in the order in which they were drawn. A node without probabilities
     counts as drawn with probability 1, which is correct for any token. The default generator
     decides.
     """
+    processors = rules.processors
+    is_simple = processors.all_known and admits(processors) and not rules.emitter.outputs.chooses
+    processed = NodeProcessors(processors) if is_simple else None
 
-    name = "rejection"
-
-    def __init__(self, rules: Rules, processes: Processes | None = None) -> None:
-        super().__init__(rules, processes)
-        processors, self._processed = rules.processors, None
-        if processors.all_known and admits(processors) and not rules.emitter.outputs.chooses:
-            self._processed = NodeProcessors(processors)
-
-    def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
-        self._walked = None
-        if self._processed is not None and kernels.backend(logits.device) == "triton":
+    def of_step(
+        _: Callable[[int], Rules], rows: Rows, draft: DraftTree, logits: torch.Tensor
+    ) -> Callable[[int], Decide]:
+        if processed is not None and kernels.backend(logits.device) == "triton":
             scores = logits[:, : 1 + draft.max_nodes].to(copy=True, dtype=torch.float32)
-            probs = self._processed(rows, draft, scores).softmax(-1)
-            self._walked = _walk_all(draft, probs)
-        return super().verify(rows, draft, logits)
+            return _at_once(draft, processed(rows, draft, scores).softmax(-1))
+        return partial(_node_by_node, rules, rows, draft, logits)
 
-    def _decider(self, rows: Rows, row: int, draft: DraftTree, logits: torch.Tensor) -> Decide:
-        nodes = draft.row(row)
-        parents, drafted = draft.parents[nodes], draft.token_ids[nodes]
+    return of_step
 
-        def decide(node: int) -> tuple[int, int | None]:
-            probs = self.rules.score(rows, row, logits[row, node + 1]).softmax(-1)[0]
-            children = np.flatnonzero(parents == node)
-            drawn = _rows_of_probs(draft)[nodes.start + children]
-            which, ids = _upload(drawn, drafted[children], device=probs.device)
-            drawn_from = _drawn_from(draft.probs, which, ids, probs)
-            accepted, token = choose(probs, drafted[children], drawn_from)
-            return token, None if accepted is None else int(children[accepted])
 
-        if self._walked is None:
-            return decide
-        walked, is_distribution = np.split(self._walked[row], [3 + draft.max_nodes])
-        return along(walked, drafted, is_distribution)
+def _node_by_node(
+    rules: Rules, rows: Rows, draft: DraftTree, logits: torch.Tensor, row: int
+) -> Decide:
+    """Return how a row decides at each node that it reaches."""
+    nodes = draft.row(row)
+    parents, drafted = draft.parents[nodes], draft.token_ids[nodes]
+
+    def decide(node: int) -> Choice:
+        probs = rules.score(rows, row, logits[row, node + 1]).softmax(-1)[0]
+        children = np.flatnonzero(parents == node)
+        drawn = _rows_of_probs(draft)[nodes.start + children]
+        which, ids = _upload(drawn, drafted[children], device=probs.device)
+        accepted, token = choose(
+            probs, drafted[children], _drawn_from(draft.probs, which, ids, probs)
+        )
+        return Choice(token, None if accepted is None else int(children[accepted]))
+
+    return decide
+
+
+def _at_once(draft: DraftTree, probs: torch.Tensor) -> Callable[[int], Decide]:
+    """Walk the trees of all rows by probabilities, [rows, 1 + nodes, vocab]; return their paths."""
+    walked = _walk_all(draft, probs)
+
+    def of_row(row: int) -> Decide:
+        path, is_distribution = np.split(walked[row], [3 + draft.max_nodes])
+        return along(path, draft.token_ids[draft.row(row)], is_distribution)
+
+    return of_row
 
 
 def _walk_all(draft: DraftTree, probs: torch.Tensor) -> np.ndarray:  # [rows, 1 + nodes, vocab]

@@ -63,7 +63,7 @@ def refuse_unless(is_distribution: bool) -> None:
         torch.multinomial(torch.tensor([float("nan")]), 1)
 
 
-class Parked:
+class SavedGenerator:
     """Sets a default generator aside while a call draws from a copy of it.
 
     The generator gets an unrelated state, so that other draws meanwhile (another call, another

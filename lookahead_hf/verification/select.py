@@ -1,71 +1,27 @@
-"""Chooses how a call is verified; walks that take all rows at once."""
+"""Chooses how a call is verified."""
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from lookahead_hf.call import admission, optional
 from lookahead_hf.call.emitter import Emitter
 from lookahead_hf.call.prepared import PreparedCall
-from lookahead_hf.draft import DraftTree, Verdict
+from lookahead_hf.draft import DraftTree
 from lookahead_hf.logits.row_processors import RowProcessors
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.outputs import Scores, Scoring
 from lookahead_hf.runner.processes import Processes
 from lookahead_hf.verification import node_processors
-from lookahead_hf.verification.lockstep import FollowerLockstep, FollowerWalk, Lockstep
+from lookahead_hf.verification.lockstep import Lockstep
 from lookahead_hf.verification.node_processors import NodeProcessors
-from lookahead_hf.verification.rejection import Rejection
+from lookahead_hf.verification.rejection import rejecting
 from lookahead_hf.verification.rng import OwnGenerators, same_as_multinomial
 from lookahead_hf.verification.verifier import Verifier
-from lookahead_hf.verification.walk import Rules, Walk, reads_wait
+from lookahead_hf.verification.walk import Rules, Walk, following, on_host
 
-
-def pays_batched(device: torch.device, num_rows: int) -> bool:
-    """Return whether processing rows together is faster than one by one."""
-    return reads_wait(device) and num_rows > 1
-
-
-class BatchedWalk(Walk):
-    """Walks all rows together, node by node.
-
-    Processors that look at scores alone are called once for all rows that go on, padded to as many
-    rows as plain's batch has, so that they round as in plain generation.
-    """
-
-    def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
-        if self.rules.takes_likeliest:
-            return super().verify(rows, draft, logits)
-        live = rows.live
-        tokens: list[list[int]] = [[] for _ in range(rows.num_rows)]
-        paths: list[list[int]] = [[] for _ in range(rows.num_rows)]
-        going = np.flatnonzero(live).tolist()
-        while going:
-            nodes = [paths[row][-1] + 1 if paths[row] else 0 for row in going]
-            at = torch.tensor([going, nodes], device=logits.device)
-            chosen = self._choose_each(rows, going, logits[at[0], at[1]])
-            on_path = []
-            for row, node, token in zip(going, nodes, chosen, strict=True):
-                tokens[row].append(token)
-                child = draft.child_of(row, node - 1, token)
-                if not self._emit(rows, row, token) and child is not None:
-                    paths[row].append(child)
-                    on_path.append(row)
-            going = on_path
-        return Verdict.from_rows(tokens, paths, live, rows.finished.copy())
-
-    def _choose_each(self, rows: Rows, going: list[int], logits: torch.Tensor) -> list[int]:
-        """Return the tokens that plain would choose after logits, [rows that go on, vocab]."""
-        emitter, noise = self.rules.emitter, self.rules.noise
-        raw = logits.to(copy=True, dtype=torch.float32, device=emitter.device)
-        scores = self.rules.processors.of_rows(going, lambda row: emitter.ids(rows, row), raw)
-        for row, chosen_by, given in zip(going, scores, raw, strict=True):
-            emitter.choose(row, chosen_by, given)
-        if not self.rules.do_sample:
-            return scores.argmax(-1).tolist()
-        assert noise is not None
-        return noise.pick(scores.softmax(-1), going, rows.num_emitted[going])
+DEVICE = "device"
+"""The engine whose walks read the paths that the device has accepted."""
 
 
 def serves(device: torch.device) -> bool:
@@ -78,34 +34,26 @@ def engine_of(device: torch.device) -> str:
     return "cuda" if serves(device) else device.type
 
 
-class Device(BatchedWalk):
-    """Reads the accepted paths from the device and emits them.
+def scoring(verifier: Verifier) -> Scoring | None:
+    """Return what the device makes of logits to choose by.
 
-    The first token, which has no step, is chosen as in a batched walk.
+    None if it chooses the likeliest tokens, or does not decide.
     """
+    if not isinstance(verifier, Walk) or verifier.name != DEVICE or verifier.rules.takes_likeliest:
+        return None
+    rules = verifier.rules
+    processed = NodeProcessors(rules.processors)
 
-    name = "device"
-
-    def __init__(self, rules: Rules) -> None:
-        super().__init__(rules)
-        self._processed = NodeProcessors(rules.processors)
-
-    @property
-    def scoring(self) -> Scoring | None:
-        alters = self.rules.do_sample or not self.rules.processors.empty
-        return self.scores if alters else None
-
-    def scores(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Scores:
+    def scores(rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Scores:
         """Return the processed scores of a step from its logits, [rows, width, vocab]."""
-        scores, noise = logits.to(copy=True, dtype=torch.float32), self.rules.noise
-        scores = self._processed(rows, draft, scores)
-        if noise is None:
-            return Scores(scores)
-        probs = scores.softmax(-1)
-        depths = int(draft.depth.max(initial=0)) + 1
-        return Scores(
-            probs, noise.blocks(rows.num_emitted, depths), probs.amax(-1).isfinite().long()
-        )
+        values = processed(rows, draft, logits.to(copy=True, dtype=torch.float32))
+        if rules.noise is None:
+            return Scores(values)
+        probs = values.softmax(-1)
+        noise = rules.noise.blocks(rows.num_emitted, int(draft.depth.max(initial=0)) + 1)
+        return Scores(probs, noise, probs.amax(-1).isfinite().long())
+
+    return scores
 
 
 def rules_of(call: PreparedCall, emitter: Emitter, seed: int | None = None) -> Rules:
@@ -139,16 +87,12 @@ def choose_verifier(call: PreparedCall, emitter: Emitter, processes: Processes) 
     by_row = not (rules.processors.unserved() or emitter.stopping.unserved())
     by_row &= not (emitter.is_heard and rules.processors.keeps_state)  # a streamer may look at it
     if not by_row or not (is_replayed or call.num_rows == 1):
-        kind = Lockstep if processes.receive is None else FollowerLockstep
-        return kind(call, emitter, processes)
-
+        return Lockstep(call, emitter, processes)
     if call.request.draws(call.do_sample):
-        return Rejection(rules, processes)
+        return Walk(rules, processes, rejecting(rules), "rejection")
     on_device = is_replayed and not rules.in_order and not emitter.outputs
     on_device = on_device and processes.is_alone and node_processors.admits(rules.processors)
     if on_device and serves(where) and admission.on_device(call.model, where):
-        return Device(rules)
-    if processes.receive is not None:
-        return FollowerWalk(rules, processes)
-    walk = BatchedWalk if pays_batched(where, call.num_rows) else Walk
-    return walk(rules, processes)
+        return Walk(rules, name=DEVICE)
+    decide = on_host if processes.receive is None else following(processes.receive)
+    return Walk(rules, processes, decide)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,13 +17,28 @@ from lookahead_hf.kernels import argmax
 from lookahead_hf.logits.row_processors import RowProcessors, check_scores
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.outputs import DeviceOutputs
-from lookahead_hf.runner.processes import Processes
+from lookahead_hf.runner.processes import Processes, StepMessage
 from lookahead_hf.verification.noise import Noise
 from lookahead_hf.verification.rng import OwnGenerators, refuse_unless
 from lookahead_hf.verification.verifier import Verifier
 
-Decide = Callable[[int], tuple[int, int | None]]
-"""Takes a node and returns the token after it and the child with that token, if any."""
+
+class Choice(NamedTuple):
+    """What follows a node of a row.
+
+    Attributes:
+        token: The next token.
+        child: The child of the node with this token, None if there is none.
+        stops: Whether the text ends with the token; None to ask the stopping criteria.
+    """
+
+    token: int
+    child: int | None = None
+    stops: bool | None = None
+
+
+Decide = Callable[[int], Choice]
+"""Chooses what follows a node of one row."""
 
 
 def reads_wait(device: torch.device) -> bool:
@@ -33,7 +48,7 @@ def reads_wait(device: torch.device) -> bool:
 
 @dataclass(eq=False, slots=True)
 class Rules:
-    """How the rows of a call get their tokens; the call of a request has one row, in any place.
+    """How tokens are chosen for a call's rows. A queued request is a one-row call in any row.
 
     Attributes:
         processors: Logits processors and warpers, applied to a node with its own prefix.
@@ -78,25 +93,83 @@ class Rules:
         probs = scores.softmax(-1)
         if self.noise is None:
             return int(torch.multinomial(probs, 1))
-        return self.noise.pick(probs, [self._place(row)], rows.num_emitted[[row]])[0]
+        return self.noise.pick(probs[0], self.emitter.place(row), int(rows.num_emitted[row]))
 
     def score(self, rows: Rows, row: int, logits: torch.Tensor) -> torch.Tensor:
         """Return the processed scores after logits, [1, vocab] float32; keep them if requested."""
-        processors, emitter, place = self.processors, self.emitter, self._place(row)
+        processors, emitter = self.processors, self.emitter
         raw = logits[None].to(copy=True, dtype=torch.float32, device=emitter.device)
         scores = raw
         if not processors.empty:
             ids = emitter.ids(rows, row)
-            scores = processors(place, ids, raw)
+            scores = processors(emitter.place(row), ids, raw)
             if not processors.all_known:
                 check_scores(scores, self.do_sample)
                 rows.rewrite(row, ids[0])
-        emitter.choose(place, scores[0], raw[0])
+        emitter.choose(row, scores[0], raw[0])
         return scores
 
-    def _place(self, row: int) -> int:
-        """Return which of the call's rows a row is."""
-        return row if self.processors.num_rows > 1 else 0
+
+DecideStep = Callable[
+    [Callable[[int], Rules], Rows, DraftTree, torch.Tensor], Callable[[int], Decide]
+]
+"""Takes the rules by row, the rows, the draft and the logits of a step, [rows, 1 + most nodes,
+vocab]; returns how each row decides, by row."""
+
+
+def on_host(
+    rules_of: Callable[[int], Rules], rows: Rows, draft: DraftTree, logits: torch.Tensor
+) -> Callable[[int], Decide]:
+    """Decide as plain `generate` chooses tokens, where the walk gets; see `DecideStep`."""
+    # One launch and one copy for all rows on an accelerator. On a CPU it is faster to look only
+    # at the nodes that the walk reaches.
+    going = np.flatnonzero(rows.live).tolist() if reads_wait(logits.device) else ()
+    at_once = any(rules_of(row).takes_likeliest for row in going)
+    likeliest = logits.argmax(-1).cpu().numpy() if at_once else None  # [rows, nodes]
+
+    def of_row(row: int) -> Decide:
+        rules = rules_of(row)
+        known = likeliest if rules.takes_likeliest else None
+
+        def decide(node: int) -> Choice:
+            at = row, node + 1
+            token = rules.choose(rows, row, logits[at]) if known is None else int(known[at])
+            return Choice(token, draft.child_of(row, node, token))
+
+        return decide
+
+    return of_row
+
+
+def following(receive: Callable[[], StepMessage]) -> DecideStep:
+    """Return how rows decide as another process did, whose decisions are received step by step.
+
+    Processors and generators of this process are asked, too, as are its criteria.
+    """
+
+    def of_step(
+        rules_of: Callable[[int], Rules], rows: Rows, draft: DraftTree, logits: torch.Tensor
+    ) -> Callable[[int], Decide]:
+        message = receive()
+        verdict = message.verdict
+        own = on_host(rules_of, rows, draft, logits)
+
+        def of_row(row: int) -> Decide:
+            decide_alone = own(row)
+            tokens = iter(verdict.emitted(row).tolist())
+            path = iter(verdict.accepted(row).tolist())
+
+            def decide(node: int) -> Choice:
+                decide_alone(node)
+                is_last = int(rows.num_emitted[row]) + 1 == int(message.num_text[row])
+                stops = bool(verdict.finished[row]) and is_last
+                return Choice(next(tokens), next(path, None), stops)
+
+            return decide
+
+        return of_row
+
+    return of_step
 
 
 class Walk(Verifier):
@@ -106,14 +179,25 @@ class Walk(Verifier):
         errors: Exceptions that have ended texts of a queue, by row.
     """
 
-    name = "walk"
+    def __init__(
+        self,
+        rules: Rules | None = None,
+        processes: Processes | None = None,
+        decide: DecideStep = on_host,
+        name: str = "walk",
+    ) -> None:
+        """Walk a batch by its `rules`, or (None) a queue, whose texts bring their own.
 
-    def __init__(self, rules: Rules | None = None, processes: Processes | None = None) -> None:
-        """`rules`: those of a batch; None for a queue, whose texts bring their own."""
+        Args:
+            rules: The rules of a batch.
+            processes: Who decides if several processes run the model.
+            decide: How rows decide, where no device has decided.
+            name: The engine's name in statistics.
+        """
         super().__init__(processes)
         self._of_batch, self._of_texts = rules, dict[int, Rules]()
+        self._decide_step, self.name = decide, name
         self.errors: dict[int, Exception] = {}
-        self._likeliest: np.ndarray | None = None  # [rows, nodes] of a step
 
     @property
     def rules(self) -> Rules:
@@ -131,7 +215,7 @@ class Walk(Verifier):
 
     def take(self, rows: Rows, row: int, rules: Rules, logits: torch.Tensor) -> None:
         """Emit the first token of a text in a row of a queue, by the logits, [vocab]."""
-        self._of_texts[row] = rules
+        self._of_texts[row], rules.emitter.first_row = rules, row
         rules.begin(len(logits))
         with rules.drawing():
             rules.emitter.emit(rows, row, rules.choose(rows, row, logits))
@@ -167,19 +251,14 @@ class Walk(Verifier):
         walked = step.walk.take()
         is_finite = None if step.is_finite is None else step.is_finite.take()
 
-        def decider(row: int) -> Decide:
+        def on_device(row: int) -> Decide:
             of_row = None if is_finite is None else is_finite[row]
             return along(walked[row], draft.token_ids[draft.row(row)], of_row)
 
-        return self._walk(rows, decider)
+        return self._walk(rows, on_device)
 
     def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
-        # One launch and one copy for all rows on an accelerator. On a CPU it is faster to look only
-        # at the nodes that the walk reaches.
-        going = np.flatnonzero(rows.live).tolist() if reads_wait(logits.device) else ()
-        at_once = any(self.rules_of(row).takes_likeliest for row in going)
-        self._likeliest = logits.argmax(-1).cpu().numpy() if at_once else None
-        return self._walk(rows, lambda row: self._decider(rows, row, draft, logits))
+        return self._walk(rows, self._decide_step(self.rules_of, rows, draft, logits))
 
     def _walk(self, rows: Rows, decider: Callable[[int], Decide]) -> Verdict:
         """Walk down the tree of every live row, each by its own function.
@@ -190,9 +269,10 @@ class Walk(Verifier):
         tokens: list[list[int]] = [[] for _ in range(rows.num_rows)]
         paths: list[list[int]] = [[] for _ in range(rows.num_rows)]
         for row in np.flatnonzero(live).tolist():
+            rules = self.rules_of(row)
             try:
-                with self.rules_of(row).drawing():
-                    self._walk_row(rows, row, decider(row), tokens[row], paths[row])
+                with rules.drawing():
+                    _walk_row(rows, row, rules.emitter, decider(row), tokens[row], paths[row])
             except Exception as error:
                 if self._of_batch is not None:
                     raise
@@ -201,34 +281,19 @@ class Walk(Verifier):
                 rows.end(row)
         return Verdict.from_rows(tokens, paths, live, rows.finished.copy())
 
-    def _walk_row(
-        self, rows: Rows, row: int, decide: Decide, tokens: list[int], path: list[int]
-    ) -> None:
-        """Append the tokens that a row emits to `tokens`, and its accepted nodes to `path`."""
-        while True:
-            token, child = decide(path[-1] if path else ROOT)
-            tokens.append(token)
-            stops = self._emit(rows, row, token)
-            tokens[-1] = rows.last_token(row)
-            if stops or child is None or tokens[-1] != token:  # A criterion may have edited it.
-                return
-            path.append(child)
 
-    def _emit(self, rows: Rows, row: int, token: int) -> bool:
-        """Append a token to a row, and return whether the text ends with it."""
-        return self.rules_of(row).emitter.emit(rows, row, token)
-
-    def _decider(self, rows: Rows, row: int, draft: DraftTree, logits: torch.Tensor) -> Decide:
-        """Return a function that chooses the token after a node of the row and finds its child."""
-        rules = self.rules_of(row)
-        known = self._likeliest if rules.takes_likeliest else None
-
-        def decide(node: int) -> tuple[int, int | None]:
-            at = row, node + 1
-            token = rules.choose(rows, row, logits[at]) if known is None else int(known[at])
-            return token, draft.child_of(row, node, token)
-
-        return decide
+def _walk_row(
+    rows: Rows, row: int, emitter: Emitter, decide: Decide, tokens: list[int], path: list[int]
+) -> None:
+    """Append the tokens that a row emits to `tokens`, and its accepted nodes to `path`."""
+    while True:
+        token, child, stops = decide(path[-1] if path else ROOT)
+        tokens.append(token)
+        ends = emitter.emit(rows, row, token, stops)
+        tokens[-1] = rows.last_token(row)
+        if ends or child is None or tokens[-1] != token:  # A criterion may have edited it.
+            return
+        path.append(child)
 
 
 def along(
@@ -247,9 +312,9 @@ def along(
     accepted, bonus = int(walked[0]), int(walked[1])
     after = dict(pairwise((walked[2 : 3 + accepted] - 1).tolist()))
 
-    def decide(node: int) -> tuple[int, int | None]:
+    def decide(node: int) -> Choice:
         refuse_unless(is_distribution is None or bool(is_distribution[node + 1]))
         child = after.get(node)
-        return (bonus, None) if child is None else (int(drafted[child]), child)
+        return Choice(bonus if child is None else int(drafted[child]), child)
 
     return decide

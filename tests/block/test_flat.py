@@ -10,6 +10,7 @@ import torch
 
 from lookahead_hf.block.flat import runs_of
 from lookahead_hf.call import admission
+from lookahead_hf.call.prepared import PreparedCall
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.model import compat
 from lookahead_hf.model.facts import read
@@ -91,7 +92,9 @@ def test_a_few_queries_of_padding_join_rows_of_other_widths() -> None:
 
 def serves(model: Any, **kwargs: Any) -> bool:
     read(model)  # as a call does when it begins
-    return admission.takes_flat(model, torch.zeros(2, 3, dtype=torch.long), kwargs)
+    ids = torch.zeros(2, 3, dtype=torch.long)
+    kwargs |= {"position_ids": ids}
+    return admission.takes_flat(PreparedCall(model, ids, (), (), None, kwargs, None))  # type: ignore[arg-type]
 
 
 def test_what_sees_whole_batches_keeps_padded_blocks() -> None:

@@ -39,26 +39,6 @@ def extended(mask: torch.Tensor, columns: int) -> torch.Tensor:
     return torch.cat([mask, mask.new_ones(len(mask), columns - mask.shape[1])], 1)
 
 
-@pytest.mark.parametrize(
-    ("name", "rows", "with_config"), [("llama", 1, False), ("gemma3", 3, True)]
-)
-def test_turns_plain_and_speculative_mixed(name: str, rows: int, with_config: bool) -> None:
-    model = tiny(name)
-    ids, mask = prompt(), torch.ones(1, 12, dtype=torch.long)
-    if rows == 3:
-        ids, mask = padded("left", rows, 12).values()
-    eos = {"eos_token_id": [7, 8, 9, 10]}
-    caches = new_cache(model, with_config), new_cache(model, with_config)
-    for new, seed in ((5, 9), (4, 3)):
-        text = both(model, caches, ids, mask, **eos)
-        assert_same_cache(caches[1], caches[0], extended(mask, text.shape[1] - 1))
-        ids = torch.cat([text, prompt(rows, new, seed=seed)], 1)
-        mask = extended(mask, ids.shape[1])
-    call = {"attention_mask": mask, **KWARGS, **eos}
-    expected, got = (model.generate(ids, **{CACHE: cache}, **call) for cache in caches)
-    assert got.tolist() == expected.tolist()
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_columns_that_nobody_attended_come_back_as_plain_leaves_them(name: str) -> None:
     model = tiny(name)

@@ -16,7 +16,7 @@ from tests.helpers.architectures import build
 from tests.helpers.models import tiny
 
 PACKAGE = Path(lookahead_hf.__file__).parent
-OFFERED = {"admit", "admit_call", "on_device", "takes_flat"}
+OFFERED = {"admit", "admit_call", "model_takes_flat", "on_device", "takes_flat"}
 
 
 def refusal(model: object, purpose: Purpose) -> FallbackReason | None:

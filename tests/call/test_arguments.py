@@ -38,6 +38,7 @@ IDS = [5, 6, 7]
         (torch.empty(0), [[]]),
         ("&'(", [IDS]),
         (["&'(", ")"], [IDS, [8]]),
+        (["&'(", [8]], [IDS, [8]]),
     ],
     ids=repr,
 )
@@ -59,7 +60,6 @@ def test_predictions(prediction: Any, expected: list[list[int]]) -> None:
         [5, -1],
         [5, [6]],
         [5, "a"],
-        ["a", [5]],
         [[[5]]],
         torch.zeros(1, 2, 3, dtype=torch.long),
         [None],

@@ -38,8 +38,8 @@ def lies_over(monkeypatch: pytest.MonkeyPatch, *meshes: Any) -> None:
     monkeypatch.setattr(coordinator, "_meshes", lambda _: list(meshes))
 
 
-def of_call(model: Any, *, synced: bool = False, assistant: Any = None) -> coordinator.Processes:
-    return coordinator.of_call(
+def decided_by(model: Any, *, synced: bool = False, assistant: Any = None) -> coordinator.Processes:
+    return coordinator.processes_for(
         model, torch.device("cpu"), synced=synced, draws=False, assistant=assistant
     )
 
@@ -47,14 +47,14 @@ def of_call(model: Any, *, synced: bool = False, assistant: Any = None) -> coord
 def test_a_model_of_one_process() -> None:
     model = tiny("llama")
     assert not coordinator.is_spread(model) and coordinator.tensor_group(model) is None
-    assert type(of_call(model)) is coordinator.Processes
+    assert type(decided_by(model)) is coordinator.Processes
 
 
 def test_whole_models_in_several_processes(several: None) -> None:
     model = tiny("llama")
     assert not coordinator.is_spread(model) and coordinator.tensor_group(model) is None
-    assert type(of_call(model)) is coordinator.Processes
-    assert type(of_call(model, synced=True)) is coordinator.InStep
+    assert type(decided_by(model)) is coordinator.Processes
+    assert type(decided_by(model, synced=True)) is coordinator.InStep
 
 
 def test_weights_of_deepspeed(several: None) -> None:
@@ -63,8 +63,8 @@ def test_weights_of_deepspeed(several: None) -> None:
     model.weight.ds_id = 0  # type: ignore[assignment]
     assert coordinator.is_sharded(model) and coordinator.is_spread(model)
     with pytest.raises(Unserved, match="synced_gpus=True"):
-        of_call(model)
-    assert type(of_call(model, synced=True)) is coordinator.InStep
+        decided_by(model)
+    assert type(decided_by(model, synced=True)) is coordinator.InStep
 
 
 def test_an_assistant_that_is_spread(several: None) -> None:
@@ -72,8 +72,8 @@ def test_an_assistant_that_is_spread(several: None) -> None:
     model, assistant = tiny("llama"), tiny("llama", num_hidden_layers=1)
     assistant.lm_head.weight.ds_id = 0
     with pytest.raises(Unserved, match="give every process the whole assistant"):
-        of_call(model, synced=True, assistant=assistant)
-    assert type(of_call(model, assistant=assistant)) is coordinator.Processes
+        decided_by(model, synced=True, assistant=assistant)
+    assert type(decided_by(model, assistant=assistant)) is coordinator.Processes
     with pytest.raises(ValueError, match="whole in the process"):
         AssistantDrafter(assistant)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.drafting.budget import Budget, SteadySteps
+from lookahead_hf.drafting.budget import Budget, FixedRunner
 from lookahead_hf.drafting.costs import (
     DUE_AFTER,
     FLAT_SIZES,
@@ -128,7 +128,7 @@ def simulate(
 ) -> Run:
     """Decode: drafts promise `scores` at first and keep the share `accepts(step)` of that."""
     rng, run, rows = np.random.default_rng(seed), Run(), rows_of(num_rows)
-    budget = Budget(setting, 64, costs or CostModel(), rows, SteadySteps())
+    budget = Budget(setting, 64, costs or CostModel(), rows, FixedRunner())
     source = Chains(scores)
     ensemble = Ensemble([source], Calibration([source]), num_rows)
     for step in range(steps):
@@ -199,7 +199,7 @@ def test_a_batch_has_one_size_and_counts_all_rows() -> None:
 def test_a_flat_block_takes_the_likeliest_nodes_of_all_rows() -> None:
     rows, costs = rows_of(4), CostModel()
     rows.end(3)
-    budget = Budget("auto", 64, costs, rows, SteadySteps(is_flat=True))
+    budget = Budget("auto", 64, costs, rows, FixedRunner(is_flat=True))
     curve = costs.curve(3, 101, is_flat=True)
     for size in FLAT_SIZES:
         curve.observe(size, 0.7 + 0.1 * size)
@@ -222,7 +222,7 @@ def test_a_static_batch_drafts_for_the_row_that_ends_last(is_flat: bool) -> None
     scores = np.array([0.5, 0.2, 0.1, 0.6, 0.4, 0.3])
     tree = replace(DraftTree.from_chains([[[1, 2, 3]], [[4, 5, 6]]]), score=scores)
     chosen = [
-        Budget("auto", 64, costs, rows, SteadySteps(is_flat=is_flat), num_new=num_new)
+        Budget("auto", 64, costs, rows, FixedRunner(is_flat=is_flat), num_new=num_new)
         .choose(tree)
         .tolist()
         for num_new in (None, 64)
@@ -241,13 +241,13 @@ def test_a_static_batch_drafts_for_the_row_that_ends_last(is_flat: bool) -> None
 def test_the_first_block_has_room_for_some_nodes_of_each_row_and_for_likely_ones(
     num_rows: int, score: float, is_flat: bool, most: int
 ) -> None:
-    budget = Budget("auto", 64, CostModel(), rows_of(num_rows), SteadySteps(is_flat=is_flat))
+    budget = Budget("auto", 64, CostModel(), rows_of(num_rows), FixedRunner(is_flat=is_flat))
     assert budget.choose(tree_of(np.full(64, score), num_rows)).sum() == most
 
 
 def test_flat_blocks_learn_what_their_tokens_cost_together() -> None:
     rows, costs = rows_of(3), CostModel()
-    budget = Budget("auto", 64, costs, rows, SteadySteps(is_flat=True))
+    budget = Budget("auto", 64, costs, rows, FixedRunner(is_flat=True))
     budget.observe(DraftTree.empty(3), 9.0)
     draft = head(tree_of(np.full(4, 0.5), 3), np.array([4, 0, 2]))
     budget.observe(draft, 2.0)
@@ -280,7 +280,7 @@ def test_worthless_drafts_cost_next_to_nothing(curve: str, promise: float) -> No
 
 
 def test_a_text_that_begins_to_copy_is_drafted_from_at_once() -> None:
-    budget, taken = Budget("auto", 64, CostModel(), rows_of(), SteadySteps()), []
+    budget, taken = Budget("auto", 64, CostModel(), rows_of(), FixedRunner()), []
     sure = np.full(8, 0.9) ** np.arange(1, 9)
     for step in range(120):
         tree = tree_of(sure) if step >= 100 else DraftTree.empty(1)
@@ -293,7 +293,7 @@ def test_a_text_that_begins_to_copy_is_drafted_from_at_once() -> None:
 
 def test_the_plain_step_is_measured_where_least_is_lost() -> None:
     costs = CostModel()
-    budget, sizes = Budget("auto", 64, costs, rows_of(), SteadySteps()), []
+    budget, sizes = Budget("auto", 64, costs, rows_of(), FixedRunner()), []
     copying, other = 0.9 ** np.arange(1, 9), np.array([0.3, 0.1])
     for scores in [copying] * 4 + [other] + [copying] * 50:
         draft = head(tree_of(scores), budget.choose(tree_of(scores)))
@@ -325,7 +325,7 @@ def test_costs_that_were_measured_too_dear_are_doubted() -> None:
         for size in SIZES[1:9]:
             curve.observe(size, 0.04)  # disturbed; in truth they cost what a plain step costs
     sizes = []
-    budget = Budget("auto", 8, costs, rows_of(), SteadySteps())
+    budget = Budget("auto", 8, costs, rows_of(), FixedRunner())
     for _ in range(2 * DUE_AFTER * KEPT_SAMPLES):
         tree = tree_of(np.full(8, 0.5) ** np.arange(1, 9))
         draft = head(tree, budget.choose(tree))
@@ -344,7 +344,7 @@ def test_a_step_that_was_disturbed_costs_no_more_than_a_larger_one() -> None:
 
 def test_steps_of_unknown_time_teach_nothing() -> None:
     costs, rows = CostModel(), rows_of()
-    budget = Budget("auto", 8, costs, rows, SteadySteps())
+    budget = Budget("auto", 8, costs, rows, FixedRunner())
     for seconds in (0.02, 0.02, None, None):
         budget.observe(DraftTree.empty(1), seconds)
     budget.observe(tree_of(np.ones(8)), None)
@@ -356,7 +356,7 @@ def test_steps_of_unknown_time_teach_nothing() -> None:
 def test_a_padded_step_is_filled_with_nodes(sizes: tuple[int, ...]) -> None:
     """Nodes up to the width that is paid for cost nothing."""
     costs = CostModel()
-    budget, chosen = Budget("auto", 64, costs, rows_of(), SteadySteps(sizes=sizes)), set()
+    budget, chosen = Budget("auto", 64, costs, rows_of(), FixedRunner(sizes=sizes)), set()
     for step in range(400):
         most = (64, 20)[step % 2]
         tree = tree_of(np.full(most, 0.9) ** np.arange(1, 1 + most))
@@ -370,11 +370,11 @@ def test_a_padded_step_is_filled_with_nodes(sizes: tuple[int, ...]) -> None:
 
 def test_many_rows_are_offered_fewer_nodes_each() -> None:
     offered = [
-        Budget("auto", 64, CostModel(), rows_of(count), SteadySteps()).most_nodes
+        Budget("auto", 64, CostModel(), rows_of(count), FixedRunner()).most_nodes
         for count in (1, 8, 32)
     ]
     assert offered == [64, 48, 12]
-    assert Budget(40, 64, CostModel(), rows_of(32), SteadySteps()).most_nodes == 40
+    assert Budget(40, 64, CostModel(), rows_of(32), FixedRunner()).most_nodes == 40
 
 
 @pytest.mark.parametrize("size", [0, 5, 64])
@@ -387,7 +387,7 @@ def test_a_fixed_budget_drafts_that_much_in_every_step(size: int) -> None:
 def test_drawn_nodes_are_verified_whatever_they_promise(is_flat: bool) -> None:
     drawn = np.where(np.isin(np.arange(12), (0, 1, 6)), 0, -1)
     tree = replace(tree_of(np.zeros(6), 2), drawn=drawn)
-    budget = Budget("auto", 64, CostModel(), rows_of(2), SteadySteps(is_flat=is_flat))
+    budget = Budget("auto", 64, CostModel(), rows_of(2), FixedRunner(is_flat=is_flat))
     assert budget.choose(tree).tolist() == [2, 1]
     assert budget.choose(replace(tree, drawn=None)).tolist() == [0, 0]
 

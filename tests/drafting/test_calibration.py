@@ -15,7 +15,7 @@ from lookahead_hf.drafting import _numba
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.rates import MEMORY, PRIOR_WEIGHT, Calibration, KeptRates
-from lookahead_hf.drafting.sources.user import Adapted
+from lookahead_hf.drafting.sources.user import UserDrafter
 from tests.helpers.drafts import Fixed
 from tests.oracles import drafting as oracle
 
@@ -124,10 +124,10 @@ def test_drafters_of_two_classes_have_rates_of_their_own() -> None:
     namesake = Namesake(0.5, 0.5, 0.5, name="scripted")
     assert kept.lease([namesake], do_sample=False).rates[0] == 0.5
     assert kept.lease([source_of(num_buckets=4)], do_sample=False).rates[0] == 0.5
-    first, second = Adapted(source_of()), Adapted(namesake)
+    first, second = UserDrafter(source_of()), UserDrafter(namesake)
     assert first.kept_as != second.kept_as
     learn(kept, first, second)
-    assert kept.lease([Adapted(source_of())], do_sample=False).rates[0] > 0.8
+    assert kept.lease([UserDrafter(source_of())], do_sample=False).rates[0] > 0.8
 
 
 def test_kept_rates_are_bounded() -> None:

@@ -12,7 +12,7 @@ import torch
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting import drafter
-from lookahead_hf.drafting.budget import SteadySteps
+from lookahead_hf.drafting.budget import FixedRunner
 from lookahead_hf.drafting.drafter import Drafter, Step, Traits
 from lookahead_hf.drafting.session import DraftSession, Limits
 from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
@@ -75,7 +75,7 @@ class MemoryHolder:
 
 def session_of(rows: Rows, *sources: Drafter, budget: str | int = 16) -> DraftSession:
     config, limits = SpeculativeConfig(budget=budget), Limits(False, VOCAB, 100_000)
-    return DraftSession(MemoryHolder(), config, rows, list(sources), limits, SteadySteps())
+    return DraftSession(MemoryHolder(), config, rows, list(sources), limits, FixedRunner())
 
 
 def text_of(length: int) -> list[int]:

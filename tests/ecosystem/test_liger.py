@@ -24,13 +24,13 @@ PROGRAM = """
 from liger_kernel.transformers import apply_liger_kernel_to_llama
 from transformers.models.llama import modeling_llama
 
-from lookahead_hf.runner.watch import ModelSnapshot
+from lookahead_hf.runner.watch import blockers
 from tests.helpers.models import tiny
 {recipe}
 layer = model.model.layers[0]
 used = [each.forward for each in (layer.mlp, layer.input_layernorm, model.model.norm)]
 print(*(each.__module__ for each in (*used, modeling_llama.apply_rotary_pos_emb)))
-print(ModelSnapshot(model).blockers({{}}))
+print(blockers(model, {{}}))
 """
 
 

@@ -124,7 +124,7 @@ def test_what_is_found_late_goes_on_from_where_it_is(
     torch.manual_seed(5)
     plain = model.generate(**call, streamer=streams[0])
     after = torch.get_rng_state()
-    monkeypatch.setattr(admission, "_check_room", refuses)
+    monkeypatch.setattr(admission, "_check_capacity", refuses)
     torch.manual_seed(5)
     encoder = model.get_encoder() if name == "bart" else model.model.embed_tokens
     lookahead_hf.enable(model)
@@ -143,7 +143,7 @@ def test_with_an_assistant_plain_generate_drafts_with_it(monkeypatch: pytest.Mon
     """What plain does then is not its loop of single tokens."""
     model, assistant = tiny("llama"), tiny("llama", seed=1)
     call = {"input_ids": prompt(), **SETTINGS, "do_sample": False, "assistant_model": assistant}
-    monkeypatch.setattr(admission, "_check_room", refuses)
+    monkeypatch.setattr(admission, "_check_capacity", refuses)
     expected = model.generate(**call)
     lookahead_hf.enable(model)
     with counted(assistant) as runs, pytest.warns(Warned, match="found late"):
@@ -157,7 +157,7 @@ def test_pictures_are_read_once(llava: tuple[Any, Any], monkeypatch: pytest.Monk
 
     picture = Image.new("RGB", (16, 16), (120, 40, 200))
     inputs = processor(images=picture, text="#ab", return_tensors="pt")
-    monkeypatch.setattr(admission, "_check_room", refuses)
+    monkeypatch.setattr(admission, "_check_capacity", refuses)
     with lookahead_hf.enabled(model), counted(model.model.vision_tower) as runs:
         with pytest.raises(ValueError, match="no drafter 'ngrams'"):
             model.generate(**inputs, **SETTINGS, speculative={"drafters": ["ngrams"]})

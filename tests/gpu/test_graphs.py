@@ -71,7 +71,7 @@ def test_two_kinds_of_calls_take_turns() -> None:
     for _ in range(3):
         assert compare(model, padded("left")).execution == REPLAYED
         assert compare(model, padded("left"), **SAMPLED).execution == REPLAYED
-    assert len(graphs.of_model(model).sets) == 2
+    assert len(graphs.graphs_of(model).sets) == 2
     assert compare(model, padded("none", rows=1)).execution == REPLAYED
 
 
@@ -154,7 +154,7 @@ def test_captures_in_inference_mode_serve_outside_of_it() -> None:
 def test_warming_up_as_it_is_called() -> None:
     model = lookahead_hf.enable(on_gpu(max_position_embeddings=1024))
     lookahead_hf.warm_up(model)
-    (kept,) = graphs.of_model(model).sets
+    (kept,) = graphs.graphs_of(model).sets
     assert {width for width, _, _ in kept.recordings} <= {*graphs.WIDTHS}
 
 

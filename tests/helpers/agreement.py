@@ -76,9 +76,7 @@ def compare(call: RandomCall, tally: Tally) -> None:
 def way_of(call: RandomCall) -> Iterator[None]:
     """Let calls run on a stand-in for a device, if this one does."""
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        if call.way == "together":
-            patch.setattr("lookahead_hf.verification.select.pays_batched", lambda _, rows: rows > 1)
-        elif call.way in ("device", "graphs"):
+        if call.way in ("device", "graphs"):
             device = importlib.import_module("tests.helpers.device")
             patch.setattr("lookahead_hf.engines.cuda.graphs.WIDTHS", (16, 4, 1))
             stack.enter_context((device.taped if call.way == "graphs" else device.on_device)(patch))

@@ -16,41 +16,45 @@ from lookahead_hf.engines.cpu.kernels.program import MOST_TOKENS, Plan, tile_flo
 from lookahead_hf.engines.cpu.layers import step
 from lookahead_hf.engines.cpu.layers.descriptions import numbers_at
 from lookahead_hf.engines.cpu.layers.programs import Program
-from lookahead_hf.engines.cpu.layers.room import Room, Unit
+from lookahead_hf.engines.cpu.layers.workspace import CompiledLayer, Workspace
 
 
 @contextmanager
-def bounds_checked() -> Iterator[list[Unit]]:
-    """Check every plan and every program before it is used; yield the units that were checked."""
-    done: list[Unit] = []
-    plan_of, launch = step.plan_of, Room._launch
+def bounds_checked() -> Iterator[list[CompiledLayer]]:
+    """Check every plan and every program before it is used; yield the layers that were checked."""
+    done: list[CompiledLayer] = []
+    plan_for, launch = step.plan_for, Workspace._launch
 
     def planned(context: Any, mask: Any, group: Any, *rest: Any) -> Plan | None:
-        plan = plan_of(context, mask, group, *rest)
+        plan = plan_for(context, mask, group, *rest)
         if plan is not None:
             check_plan(plan, len(group.dropped), group.capacity)
         return plan
 
-    def launched(self: Room, units: Sequence[Unit], num_tokens: int, floats: int) -> None:
-        for unit in units:
-            check_unit(self, unit, num_tokens, floats)
-        done.extend(units)
-        launch(self, units, num_tokens, floats)
+    def launched(
+        self: Workspace, layers: Sequence[CompiledLayer], num_tokens: int, floats: int
+    ) -> None:
+        for layer in layers:
+            check_layer(self, layer, num_tokens, floats)
+        done.extend(layers)
+        launch(self, layers, num_tokens, floats)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step, "plan_of", planned)
-        patch.setattr(Room, "_launch", launched)
+        patch.setattr(step, "plan_for", planned)
+        patch.setattr(Workspace, "_launch", launched)
         yield done
 
 
-def check_unit(room: Room, unit: Unit, num_tokens: int, floats: int) -> None:
-    """Check the program of a unit, whose addresses are filled in."""
-    own = unit.program
+def check_layer(workspace: Workspace, layer: CompiledLayer, num_tokens: int, floats: int) -> None:
+    """Check the program of a layer, whose addresses are filled in."""
+    own = layer.program
     memory: dict[int | str, torch.UntypedStorage] = {
         at: weight.untyped_storage() for at, weight in enumerate(own.weights)
     }
-    memory |= {name: room._buffer(name, own).untyped_storage() for name in own.buffers}
-    check_bounds(own, room._ops[unit.first : unit.first + len(own.ops)], memory, num_tokens, floats)
+    memory |= {name: workspace._buffer(name, own).untyped_storage() for name in own.buffers}
+    check_bounds(
+        own, workspace._ops[layer.first : layer.first + len(own.ops)], memory, num_tokens, floats
+    )
 
 
 def check_plan(plan: Plan, rows: int, capacity: int) -> None:

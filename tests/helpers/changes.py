@@ -104,7 +104,7 @@ def other_class(model: Any) -> None:
 
 
 def rescaled(model: Any) -> None:
-    model.model.layers[2].self_attn.scaling *= 3
+    model.model.layers[1].self_attn.scaling *= -3.0
 
 
 def other_epsilon(model: Any) -> None:
@@ -235,6 +235,3 @@ CHANGES = (
 
 IN_PLACE = (moved_on, refilled)
 """Those that may leave all objects and addresses as they are."""
-
-IN_DESCRIPTION = (transposed, expanded, other_class, negated_view, quantised)
-"""Those of the strides, the sign or the class of what stays in its place."""

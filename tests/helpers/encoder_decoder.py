@@ -23,3 +23,8 @@ def texts(rows: int) -> dict[str, torch.Tensor]:
 
 def call(rows: int, **settings: Any) -> dict[str, Any]:
     return {**texts(rows), "max_new_tokens": 30, "pad_token_id": 0, **settings}
+
+
+def picture_call(rows: int, **settings: Any) -> dict[str, Any]:
+    pictures = torch.randn(rows, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    return {"pixel_values": pictures, "max_new_tokens": 30, "pad_token_id": 0, **settings}

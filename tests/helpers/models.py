@@ -17,7 +17,11 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
     PreTrainedTokenizerFast,
+    VisionEncoderDecoderConfig,
+    VisionEncoderDecoderModel,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -172,6 +176,28 @@ def built(
     settings = model.generation_config
     settings.eos_token_id = settings.forced_eos_token_id = None
     return enlarged(model, scale)
+
+
+def pair(decoder: str, reads: str = "vit", attn: str | None = None, **own: Any) -> Any:
+    """Return a pair of two models: one that reads pictures, or texts, and a decoder.
+
+    Args:
+        decoder: The type of the decoder.
+        reads: The type of the encoder, "vit" or "bert".
+        attn: Attention implementation of both; by default "sdpa", "eager" where TrOCR has no other.
+        **own: Fields of the decoder's configuration that differ.
+    """
+    sizes = {**_COMMON, **_GPT2, **_BART, "image_size": 16, "patch_size": 8}
+    sizes |= {"is_encoder_decoder": False, "cross_attention_hidden_size": 48}
+    crosses = {"is_decoder": True, "add_cross_attention": True}
+    parts = CONFIG_MAPPING[reads](**sizes), CONFIG_MAPPING[decoder](**{**sizes, **crosses, **own})
+    of_pictures = VisionEncoderDecoderConfig, VisionEncoderDecoderModel
+    of_texts = EncoderDecoderConfig, EncoderDecoderModel
+    config, kind = of_pictures if reads == "vit" else of_texts
+    attn = attn or ("eager" if decoder == "trocr" else "sdpa")
+    model = built(kind._from_config, config.from_encoder_decoder_configs(*parts), attn)
+    model.generation_config.decoder_start_token_id = 1
+    return model
 
 
 def enlarged(model: Any, factor: float) -> Any:

@@ -12,7 +12,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.helpers.architectures import check_size, small_config, with_sdpa
-from tests.helpers.models import VOCAB, built
+from tests.helpers.models import VOCAB, built, pair
 
 PICTURE, SOUND = VOCAB - 3, VOCAB - 2
 """The tokens that stand for a part of a picture, or of a recording."""
@@ -85,6 +85,9 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
 }
 """Fields of types whose sizes must fit each other."""
 
+_PAIRS = {"encoder-decoder": ("bert", "bert"), "vision-encoder-decoder": ("trocr", "vit")}
+"""Types that consist of two models: those of the decoder and the encoder."""
+
 _PLACEHOLDERS = {
     **dict.fromkeys(("image_token_id", "image_token_index"), PICTURE),
     **dict.fromkeys(("audio_token_id", "audio_token_index"), SOUND),
@@ -100,6 +103,10 @@ def build(model_type: str, scale: float = 3.0) -> Any:
 
     It raises anything if these sizes do not make a model of this type, or a package is missing.
     """
+    if model_type in _PAIRS:
+        model = pair(*_PAIRS[model_type])
+        model.generation_config.pad_token_id = 0
+        return model
     kind = CONFIG_MAPPING[model_type]
     config = small_config(kind, model_type, _SMALL, _OF_TYPE)
     for name, token in _PLACEHOLDERS.items():

@@ -1,4 +1,4 @@
-"""What tests of n-gram indexes share: trees to compare, a text, and damaged pool files."""
+"""What tests of n-gram indexes share: trees to compare, a text, and nonsense in a pool's file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lookahead_hf.ngram_pool import NgramPool
+from lookahead_hf.ngram_pool import NgramPool, store
 from lookahead_hf.ngram_pool.matches import (
     LEVELS,
     NUM_BUCKETS,
@@ -28,6 +28,11 @@ def pool_of(*texts: Any, **options: Any) -> NgramPool:
     for text in texts:
         pool.add(text)
     return pool
+
+
+def held(pool: NgramPool) -> list[int]:
+    """The tokens of a pool and the borders between its texts, oldest first."""
+    return pool._index.filled(0)[0].tolist()
 
 
 def paths(tree: Continuations) -> list[list[int]]:
@@ -54,54 +59,20 @@ def tree_of(pool: NgramPool, end: int) -> list[list[Any]]:
     return [tree.token_ids.tolist(), tree.parents.tolist(), tree.score.tolist()]
 
 
-def use_damaged_files(folder: Path, num_files: int) -> None:
-    """Use damaged files of a pool with room and of a full one."""
-    rng = np.random.default_rng(0)
-    path = folder / "damaged"
-    for max_tokens in (10_000, 2_000):
-        pool_of(TEXT, max_tokens=max_tokens, vocab_size=500).save(path)
-        content = path.read_bytes()
-        for _ in range(num_files // 2):
-            path.write_bytes(_damaged(content, rng))
-            _use(path, rng)
-
-
-def _damaged(content: bytes, rng: np.random.Generator) -> bytes:
-    """The file with bytes of its header or data changed, or with a piece removed or overwritten."""
-    changed = bytearray(content)
-    header = 8 + int.from_bytes(content[:8], "little")
-    kind = rng.integers(4)
-    if kind == 0:
-        for place in rng.integers(0, header, rng.integers(1, 4)):
-            changed[place] = rng.integers(256)
-    elif kind == 1:
-        for place in rng.integers(header, len(content), rng.integers(1, 5_000)):
-            changed[place] = rng.integers(256)
-    elif kind == 2:
-        start, size = rng.integers(0, len(content)), rng.integers(1, 5_000)
-        del changed[start : start + size]
-    else:
-        start, size = rng.integers(header, len(content)), 4 * rng.integers(1, 20_000)
-        value = rng.choice([b"\xff", b"\x00", b"\x7f", b"\x80", b"\x01"])
-        changed[start : start + size] = value * len(changed[start : start + size])
-    return bytes(changed)
-
-
-def _use(path: Path, rng: np.random.Generator) -> None:
-    """Look up, add and merge, unless the file is refused."""
-    try:
+def use_files_of_nonsense(folder: Path, num_files: int) -> None:
+    """Use pools whose files hold random places, tokens and entries, none of them out of range."""
+    rng, path = np.random.default_rng(0), folder / "nonsense"
+    for _ in range(num_files):
+        num_tokens, num_slots = rng.integers(1, 3_000), rng.integers(1, 5_000)
+        text = rng.integers(-1, 20, num_tokens, np.int32)
+        links = rng.integers(-1, num_tokens, (num_tokens, 4), np.int32)
+        heads = rng.integers(-1, 4 * num_tokens, num_slots, np.int32)
+        heads[rng.integers(num_slots)] = -1
+        store.write(path, store.Contents(3_500, 20, None, (text, links, heads)))
         pool = NgramPool.load(path)
-    except ValueError as error:
-        assert "pool" in str(error)
-        return
-    for end in rng.integers(1, len(TEXT), 5):
-        tree = pool.grow(TEXT[:end], EVEN, 64)
-        assert ((tree.token_ids >= 0) & (tree.token_ids < 2**31)).all()
-        assert (tree.parents < np.arange(len(tree.parents))).all()
-        assert (tree.bucket < NUM_BUCKETS).all()
-    pool.add(TEXT[:1_500] % (pool.info.vocab_size or 500))
-    pool.grow(TEXT[:100], EVEN, 64)
-    try:
-        NgramPool(3_000).merge(pool)
-    except ValueError as error:
-        assert "damaged" in str(error)
+        for _ in range(5):
+            tree = pool.grow(rng.integers(0, 20, 40), EVEN, 64)
+            assert ((tree.token_ids >= 0) & (tree.token_ids < 20)).all()
+            assert (tree.parents < np.arange(len(tree.parents))).all()
+            assert (tree.bucket < NUM_BUCKETS).all()
+            pool.add(rng.integers(0, 20, 400))

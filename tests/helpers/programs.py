@@ -9,15 +9,15 @@ import torch
 
 from lookahead_hf.engines.cpu.kernels import fields
 from lookahead_hf.engines.cpu.kernels.fields import bits
-from lookahead_hf.engines.cpu.kernels.program import Part, Plan, Workspace, segment_of
+from lookahead_hf.engines.cpu.kernels.program import JobRunner, Part, Plan, segment_of
 
 
-def workspace(operations: list[dict[int, int]], dtype: torch.dtype) -> Workspace:
+def workspace(operations: list[dict[int, int]], dtype: torch.dtype) -> JobRunner:
     """A workspace of operations, given by the values of their fields."""
     ops = np.zeros((len(operations), fields.OP_FIELDS), np.int64)
     for at, values in enumerate(operations):
         ops[at, list(values)] = list(values.values())
-    return Workspace(ops, dtype)
+    return JobRunner(ops, dtype)
 
 
 def run(operations: list[dict[int, int]], dtype: torch.dtype, num_tokens: int) -> None:

@@ -48,9 +48,9 @@ REPEATABLE = settings(
 DRAFTING = ("scripted", "default", "pool", "prediction")
 """Who drafts: random trees around plain's text, or a drafter of ours."""
 
-WAYS = ("call", "together", "device", "graphs", "threads", "queue")
-"""How a call runs: on the host, where processors see one row or all rows at a time, in the steps of
-a device, with graphs or without, on two threads at once, or as requests of a queue."""
+WAYS = ("call", "device", "graphs", "threads", "queue")
+"""How a call runs: on the host, in the steps of a device, with graphs or without, on two threads at
+once, or as requests of a queue."""
 
 LONGEST = 128
 """Columns of a static cache of the caller's."""

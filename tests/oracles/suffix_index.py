@@ -75,8 +75,12 @@ class SuffixIndex:
                 self._places[key].append(len(self._text))
             self._text.append(token)
 
-    def grow(self, rates: Sequence[float], max_nodes: int) -> Continuations:
-        tree = grown(self._text, self._followers, rates, max_nodes)
+    def grow(
+        self, rates: Sequence[float], max_nodes: int, context: list[int] | None = None
+    ) -> Continuations:
+        """Grow a tree after another text, by default after its own."""
+        start = self._text if context is None else context[-self._max_ngram :]
+        tree = grown(start, self._followers, rates, max_nodes)
         return replace(tree, score=tree.score.astype(np.float32))
 
     def _keys(self, context: Sequence[int]) -> Iterator[tuple[int, ...]]:

@@ -311,7 +311,9 @@ def test_a_bar_shows_how_requests_get_on(
     model: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine, "EVERY_SECONDS", 0.0)
-    monkeypatch.setattr(engine, "tqdm", tqdm)  # transformers' own can be switched off
+    monkeypatch.setattr(
+        engine, "tqdm", lambda **of: tqdm(**{**of, "disable": False})
+    )  # no terminal
     model.generate_batch(prompts(3), settings(model), progress=True, max_slots=2)
     shown = capsys.readouterr().err
     assert "3/3" in shown

@@ -80,7 +80,7 @@ def test_rows_with_rules_of_their_own_are_decided_on_the_host(
         expected = alone(model, text, settings(model, **rules), index)
         assert found[str(index)].generated_tokens == expected
     assert {each.execution for each in speculated(found.values())} == {"replayed"}
-    (kept,) = graphs.of_model(model).sets
+    (kept,) = graphs.graphs_of(model).sets
     assert {decides for *_, decides in kept.recordings} == {True, False}
 
 

@@ -21,6 +21,7 @@ from lookahead_hf.drafting.session import DraftSession
 from lookahead_hf.ngram_pool import compilation
 from lookahead_hf.rows import Rows
 from lookahead_hf.stats import SpeculativeStats
+from tests.helpers.compared import served
 from tests.helpers.compiling import Elsewhere, nothing_compiled
 from tests.helpers.models import prompt, tiny
 from tests.helpers.scripted import Scripted, right
@@ -91,8 +92,7 @@ def generated(
     own = Scripted([plain[0][12:]], right(1))
     config = SpeculativeConfig(drafters=("ngram", "recycling", own), budget=8)
     ids = model.generate(prompt(), **GREEDY, speculative=config, **call).tolist()
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason is None
+    stats = served(model)
     return ids, stats
 
 

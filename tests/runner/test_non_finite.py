@@ -13,7 +13,6 @@ from transformers import StaticCache
 import lookahead_hf
 from lookahead_hf.engines.cuda import graphs
 from lookahead_hf.runner import host
-from lookahead_hf.verification import select
 from tests.helpers.caches import CACHE, assert_same_cache
 from tests.helpers.calls import padded
 from tests.helpers.compared import speculated
@@ -111,7 +110,7 @@ def test_a_token_beside_the_text(
 
 
 @pytest.mark.parametrize(("rows", "do_sample"), [(1, True), (3, False)])
-@pytest.mark.parametrize("engine", ["walk", "waves", "lockstep", "device", "graphs", "rejection"])
+@pytest.mark.parametrize("engine", ["walk", "lockstep", "device", "graphs", "rejection"])
 def test_every_engine(
     engine: str,
     rows: int,
@@ -121,10 +120,7 @@ def test_every_engine(
 ) -> None:
     call: dict[str, Any] = {"do_sample": do_sample}
     place: Any = nullcontext()
-    if engine == "waves":
-        monkeypatch.setattr(select, "pays_batched", lambda *_: True)
-        call["repetition_penalty"] = 1.2
-    elif engine == "lockstep":
+    if engine == "lockstep":
         call["logits_processor"] = [Mixes()]
     elif engine == "rejection":  # with one token to choose from, which is then plain's
         call = {"do_sample": True, "top_k": 1, "config": {"verification": "rejection"}}
@@ -136,7 +132,7 @@ def test_every_engine(
         place, call["config"] = taped(monkeypatch), {"cuda_graphs": True}
     with place:
         stats = check(tiny("llama"), rows, **call)
-    names = {"waves": "walk", "graphs": "device", "lockstep": "lockstep" if rows > 1 else "walk"}
+    names = {"graphs": "device", "lockstep": "lockstep" if rows > 1 else "walk"}
     assert stats.engine == names.get(engine, engine)
     assert repeats
     if engine == "graphs":

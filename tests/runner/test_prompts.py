@@ -13,7 +13,7 @@ from lookahead_hf.block import flat, layout
 from lookahead_hf.block.block import Block
 from tests.helpers import multimodal
 from tests.helpers.caches import CACHE
-from tests.helpers.compared import compared
+from tests.helpers.compared import compared, speculated
 from tests.helpers.models import tiny
 
 PADS = (0, 20, 7, 23)
@@ -36,8 +36,7 @@ def texts(model: Any, **kwargs: Any) -> tuple[Any, Any, lookahead_hf.Speculative
     plain = model.generate(**kwargs, speculative=False)
     torch.manual_seed(1)
     ours = model.generate(**kwargs, speculative={"budget": 5})
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
+    stats = speculated(model)
     return plain, ours, stats
 
 
@@ -99,8 +98,7 @@ def test_what_shows_the_padding_keeps_it(case: str) -> None:
             own = {CACHE: DynamicCache(config=model.config)}
         plain = model.generate(**given, speculative=False)
         ours = model.generate(**given, **own, speculative={"budget": 5})
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
+    stats = speculated(model)
     if case == "cache returned":
         for one, other in zip(plain[CACHE], ours[CACHE], strict=True):
             torch.testing.assert_close(one[0], other[0], atol=2e-4, rtol=2e-4)

@@ -24,7 +24,7 @@ from tests.helpers.calls import GREEDY
 from tests.helpers.compared import compared
 from tests.helpers.drafts import emit, paths, rows_of
 from tests.helpers.models import prompt, tiny
-from tests.helpers.ngrams import pool_of
+from tests.helpers.ngrams import held, pool_of
 from tests.helpers.tiny_chat import byte_tokenizer
 
 
@@ -51,7 +51,7 @@ def test_what_was_generated_is_learned_with_the_end_of_its_prompt() -> None:
     assert drafter.propose(rows, 8).num_nodes == 0
     assert len(pool) == 0
     drafter.end(rows)
-    assert pool._texts().tolist() == [*range(112, 120), 7, 8, 9, -1, 50, 51, 52, 60, -1]
+    assert held(pool) == [*range(112, 120), 7, 8, 9, -1, 50, 51, 52, 60, -1]
     later = PoolDrafter(pool)
     assert paths(later.propose(rows_of([[118, 119, 7]]), 8), 0) == [[8], [8, 9]]
 
@@ -136,7 +136,7 @@ def path(tmp_path: Path) -> Path:
 def test_a_pool_that_fails_after_the_first_tokens_costs_a_warning(
     path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    grow, content, calls = NgramPool.grow, path.read_bytes(), 0
+    grow, content, calls = NgramPool.grow_after, path.read_bytes(), 0
 
     def fail_later(*arguments: Any, **options: Any) -> Any:
         nonlocal calls
@@ -148,7 +148,7 @@ def test_a_pool_that_fails_after_the_first_tokens_costs_a_warning(
             os.utime(path, ns=(0, 0))
         return grow(*arguments, **options)
 
-    monkeypatch.setattr(NgramPool, "grow", fail_later)
+    monkeypatch.setattr(NgramPool, "grow_after", fail_later)
     with pytest.warns(RuntimeWarning, match=f"'pool'.*{fault}"):
         stats = generated(path)
     assert calls == 2 and stats.per_source["pool"].accepted > 0

@@ -23,7 +23,7 @@ from tests.helpers.calls import GREEDY
 from tests.helpers.compared import compared, served, speculated
 from tests.helpers.drafts import rows_of
 from tests.helpers.models import VOCAB, characters, prompt, tiny, unsure
-from tests.helpers.ngrams import pool_of
+from tests.helpers.ngrams import held, pool_of
 from tests.helpers.users_parts import Unknown
 
 
@@ -160,7 +160,7 @@ def test_what_follows_the_end_of_a_text_is_not_learned(engine: str, extra: dict[
         end = row.index(eos, 12) + 1 if eos in row[12:] else len(row)
         texts += [*row[4:end], -1]
     assert len(texts) < 3 * 49  # a row has ended before the others
-    assert pool._texts().tolist() == texts
+    assert held(pool) == texts
 
 
 def test_a_pool_of_the_callers_joins_the_sources(tmp_path: Any) -> None:

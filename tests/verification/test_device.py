@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from transformers import StoppingCriteriaList, StopStringCriteria
 import lookahead_hf
 from lookahead_hf.runner.transfer import HostCopy
 from tests.helpers.caches import CACHE, assert_same_cache
-from tests.helpers.calls import GREEDY, WARPERS, compare, padded
+from tests.helpers.calls import GREEDY, compare, padded
 from tests.helpers.compared import compared
 from tests.helpers.device import on_device
 from tests.helpers.models import NAMES, prompt, tiny
@@ -20,11 +19,6 @@ from tests.helpers.scripted import continuations, right, scripted
 from tests.helpers.tiny_chat import byte_tokenizer
 
 QUICK = ("llama", "mistral", "gpt2")
-KNOWN_WARPERS = {name: WARPERS[name] for name in ("temperature", "top-k", "top-p", "min-p")}
-KNOWN_WARPERS["suppressed"] = {"suppress_tokens": [5, 6, 7]}
-KNOWN_WARPERS["top-k, top-p"] = {"top_k": 20, "top_p": 0.6}
-KNOWN_WARPERS["penalty"] = {"repetition_penalty": 1.3}
-KNOWN_WARPERS["least length"] = {"min_new_tokens": 30, "repetition_penalty": 0.8}
 
 
 @pytest.fixture(autouse=True)
@@ -42,40 +36,6 @@ def test_greedy(name: str) -> None:
     assert stats.engine == "device"
     assert stats.num_moved > 0
     assert stats.execution == "the device has no graphs"
-
-
-@pytest.mark.parametrize("warpers", KNOWN_WARPERS.values(), ids=KNOWN_WARPERS)
-def test_same_seed_same_text(warpers: dict[str, Any]) -> None:
-    sampled = {"do_sample": True, "max_new_tokens": 40, "pad_token_id": 0}
-    assert compare(tiny("llama"), padded("left"), **sampled, **warpers).engine == "device"
-
-
-@pytest.mark.parametrize(
-    "rules",
-    [
-        {"repetition_penalty": 1.2},
-        {"min_new_tokens": 25},
-        {"min_length": 30, "repetition_penalty": 0.9},
-        {"begin_suppress_tokens": list(range(3, 90))},
-    ],
-    ids=["penalty", "new tokens", "length", "begin"],
-)
-def test_each_node_has_a_prefix_of_its_own(rules: dict[str, Any]) -> None:
-    """Pads count as in plain, and so does what is drafted above a node."""
-    model, inputs = tiny("llama"), padded("holes")
-    ends = {"eos_token_id": list(range(3, 12))}
-    before = model.generate(**inputs, **GREEDY, **ends)
-    stats = compare(model, inputs, **GREEDY, **ends, **rules)
-    assert model.generate(**inputs, **GREEDY, **ends, **rules).tolist() != before.tolist()
-    assert stats.engine == "device"
-    assert stats.num_moved > 0
-
-
-def test_rows_end_at_their_own_eos() -> None:
-    call = {"max_new_tokens": 60, "pad_token_id": 0, "eos_token_id": list(range(3, 12))}
-    stats = compare(tiny("llama"), padded("left", rows=4), do_sample=True, **call)
-    assert stats.engine == "device"
-    assert len({row.num_emitted for row in stats.row_stats}) > 1
 
 
 def test_stop_strings_end_texts_and_time_is_read() -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
+from typing import Any
+from weakref import WeakValueDictionary
 
-import numpy as np
 import pytest
 import torch
 
 from lookahead_hf.verification import rng
 from lookahead_hf.verification.noise import Noise
-from lookahead_hf.verification.rng import same_as_multinomial
+from lookahead_hf.verification.rng import Replay, same_as_multinomial
 
 SHAPES = [
     pytest.param(rows, vocab, id=f"B{rows}-V{vocab}")
@@ -46,9 +47,7 @@ def test_picks_are_those_of_multinomial_in_any_order(rows: int, vocab: int, top:
     random.Random(vocab).shuffle(asked)
     noise = Noise(rows, vocab, "cpu")
     for step, row in asked:
-        picked = noise.pick(probs[step][row : row + 1], [row], np.array([step]))
-        assert picked == [expected[step][row]]
-    assert noise.pick(probs[2], list(range(rows)), np.full(rows, 2)) == expected[2]
+        assert noise.pick(probs[step][row], row, step) == expected[step][row]
     noise.finish(steps)
     assert torch.equal(torch.get_rng_state(), after)
 
@@ -65,34 +64,66 @@ def test_the_generator_stands_where_plain_leaves_it_after_fewer_or_more_steps_th
         assert torch.equal(torch.get_rng_state(), after)
 
 
-@pytest.mark.parametrize("max_bytes", [0, 1 << 20])
-def test_states_and_blocks_stay_bounded_and_old_steps_can_still_be_asked(
-    max_bytes: int, monkeypatch: pytest.MonkeyPatch
-):
+@pytest.fixture
+def few_states(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rng, "_RECENT", 5)
     monkeypatch.setattr(rng, "_CHECKPOINT", 8)
+
+
+@pytest.mark.parametrize("max_bytes", [0, 1 << 20])
+def test_blocks_stay_bounded_and_old_steps_can_still_be_asked(max_bytes: int, few_states: None):
     torch.manual_seed(1)
     expected = [torch.empty(2, 50).exponential_() for _ in range(60)]
     torch.manual_seed(1)
     order = [*range(60), 3, 4, 5, 40, 59, 0, 16, 17, 31, *range(59, -1, -1)]
-    noise = Noise(2, 50, "cpu", max_bytes=max_bytes)
+    noise, kept = Noise(2, 50, "cpu", max_bytes=max_bytes), WeakValueDictionary[int, torch.Tensor]()
     for step in order:
-        assert torch.equal(noise.block(step), expected[step])
-        assert len(noise._blocks) <= max(2, max_bytes // 400)
-        assert len(noise._replay._states) <= 5 + 60 // 8 + 1
+        block = noise.block(step)
+        kept[id(block)] = block
+        assert torch.equal(block, expected[step])
+        assert len(kept) <= max(2, max_bytes // 400) + 1  # and the latest one before it is let go
+
+
+class Numbered:
+    """A generator each of whose states is a tensor of its own."""
+
+    def __init__(self) -> None:
+        self.states = WeakValueDictionary[int, torch.Tensor]()
+
+    def get_state(self) -> torch.Tensor:
+        state = torch.zeros(1)
+        self.states[id(state)] = state
+        return state
+
+    def set_state(self, state: torch.Tensor) -> None:
+        assert id(state) in self.states
+
+
+def test_states_stay_bounded(few_states: None):
+    generator: Any = Numbered()
+    replay = Replay(generator, generator.get_state())
+    for _ in range(60):
+        replay.drew()
+    assert len(generator.states) <= 5 + 60 // 8 + 1
+    for draw, known in ((58, 58), (53, 48), (20, 16), (3, 0)):
+        replay.back_to(draw)
+        assert replay.at == known
 
 
 def test_a_row_that_lags_behind_does_not_redraw_what_it_has_just_passed(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(rng, "_RECENT", 16)
+    drawn, draw = list[int](), torch.Tensor.exponential_
+    monkeypatch.setattr(
+        torch.Tensor, "exponential_", lambda *args, **kw: drawn.append(1) or draw(*args, **kw)
+    )
     noise = Noise(2, 50, "cpu", max_bytes=0)
     noise.block(500)
-    drawn, drew = [], noise._replay.drew
-    monkeypatch.setattr(noise._replay, "drew", lambda: drawn.append(noise._replay.at) or drew())
+    assert sum(drawn) == 501
     for step in range(70, 100):
         noise.block(step)
-    assert drawn == list(range(64, 100))
+    assert sum(drawn) == 501 + 36  # from 64 on
 
 
 def test_while_a_call_is_open_nothing_else_sees_its_noise():
@@ -122,7 +153,7 @@ def test_an_interrupt_at_the_end_leaves_the_generator_as_the_call_found_it(
     state = torch.get_rng_state()
     noise = Noise(2, 64, "cpu")
     noise.block(5)
-    monkeypatch.setattr(noise._replay, "back_to", lambda step: {}[step])
+    monkeypatch.setattr(Replay, "back_to", lambda replay, step: {}[step])
     with pytest.raises(KeyError):
         noise.finish(3)
     assert torch.equal(torch.get_rng_state(), state)
@@ -136,7 +167,7 @@ def test_probabilities_that_are_not_finite_raise_what_plain_raises(vocab: int):
         with pytest.raises(RuntimeError) as plain:
             torch.multinomial(probs, 1)
         with pytest.raises(RuntimeError) as ours:
-            Noise(1, vocab, "cpu").pick(probs, [0], np.array([0]))
+            Noise(1, vocab, "cpu").pick(probs[0], 0, 0)
         assert str(ours.value) == str(plain.value)
 
 

@@ -28,13 +28,13 @@ from lookahead_hf.drafting.drafter import Drafter, Traits
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.merge import head
 from lookahead_hf.drafting.rates import Calibration
-from lookahead_hf.drafting.sources.user import Adapted
+from lookahead_hf.drafting.sources.user import UserDrafter
 from lookahead_hf.logits.row_processors import RowProcessors
 from lookahead_hf.rows import Rows
 from lookahead_hf.sources.assistant.growth import Drawn
 from lookahead_hf.verification import rejection
-from lookahead_hf.verification.rejection import Rejection
-from lookahead_hf.verification.walk import Rules
+from lookahead_hf.verification.rejection import rejecting
+from lookahead_hf.verification.walk import Rules, Walk
 from tests.helpers.compared import speculated
 from tests.helpers.device import HostReads
 from tests.helpers.models import prompt, tiny
@@ -53,7 +53,7 @@ WARPERS = [hf.TemperatureLogitsWarper(0.7), hf.TopKLogitsWarper(3)]
 
 def engine(
     num_rows: int, length: int = 1 + LENGTH, processors: Any = (), eos: int | None = None
-) -> Rejection:
+) -> Walk:
     criteria = StoppingCriteriaList([MaxLengthCriteria(length)])
     if eos is not None:
         criteria.append(EosTokenCriteria(eos))
@@ -68,7 +68,8 @@ def engine(
         ColumnStream(None, num_rows, None),
         torch.zeros(num_rows, 1, dtype=torch.long),
     )
-    return Rejection(Rules(processed, emitter, True, True))
+    rules = Rules(processed, emitter, True, True)
+    return Walk(rules, decide=rejecting(rules), name="rejection")
 
 
 class MarkovDrafter(Drafter):
@@ -222,7 +223,7 @@ OTHERS = [((1, 3), 1, ()), ((2, 2), 2, ()), ((2, 2), 2, [MarkovDrafter(1, 1)])]
 
 @pytest.mark.parametrize(("shape", "nodes", "others"), OTHERS)
 def test_neither_buckets_nor_others_that_draw_matter(shape: Any, nodes: int, others: Any) -> None:
-    texts, tokens_per_step = generate(Adapted(Sorting(*shape), VOCAB), *others, nodes=nodes)
+    texts, tokens_per_step = generate(UserDrafter(Sorting(*shape), VOCAB), *others, nodes=nodes)
     assert chi_square(texts, expected_counts()) < CRITICAL
     assert tokens_per_step > 1.3
 

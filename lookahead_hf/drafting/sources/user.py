@@ -26,7 +26,7 @@ ROUNDING = 0.01
 """Tolerated error of a sum of probabilities; half precision is off by up to 0.004."""
 
 
-class Adapted(Drafter):
+class UserDrafter(Drafter):
     """Wraps a user's object that has `propose` and perhaps other members of a `Drafter`."""
 
     def __init__(self, drafter: Any, vocab_size: int | None = None, draws: bool = True) -> None:
@@ -35,7 +35,7 @@ class Adapted(Drafter):
         Probabilities are checked only if rejection sampling `draws`. Errors of the object
         propagate.
         """
-        self.adapted = drafter
+        self.wrapped = drafter
         self._vocab_size, self._draws = vocab_size, draws
         self.name = drafter_name(drafter)  # type: ignore[misc]
         self.traits = getattr(drafter, "traits", Drafter.traits)
@@ -44,15 +44,15 @@ class Adapted(Drafter):
 
     @property
     def kept_as(self) -> str:
-        return f"{type(self.adapted).__module__}.{type(self.adapted).__qualname__}"
+        return f"{type(self.wrapped).__module__}.{type(self.wrapped).__qualname__}"
 
     def begin(self, rows: Rows) -> None:
-        if isinstance(self.adapted, Drafter):
-            self.adapted.rates = self.rates
+        if isinstance(self.wrapped, Drafter):
+            self.wrapped.rates = self.rates
         self._call("begin", rows.copied())
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
-        tree = self.adapted.propose(rows.copied(), max_nodes)
+        tree = self.wrapped.propose(rows.copied(), max_nodes)
         tree = checked(tree, rows.num_rows, self.traits.buckets)
         if tree.probs is None:
             return tree
@@ -65,7 +65,7 @@ class Adapted(Drafter):
         self._call("observe", replace(step, rows=step.rows.copied(), draft=draft, verdict=verdict))
 
     def begin_row(self, rows: Rows, row: int) -> None:
-        if hasattr(self.adapted, "begin_row"):
+        if hasattr(self.wrapped, "begin_row"):
             self._call("begin_row", rows.copied(), row)
         else:
             self.begin(rows)
@@ -78,7 +78,7 @@ class Adapted(Drafter):
 
     def _call(self, name: str, *arguments: Any) -> None:
         """Call an optional method of the object."""
-        if (method := getattr(self.adapted, name, None)) is not None:
+        if (method := getattr(self.wrapped, name, None)) is not None:
             method(*arguments)
 
 

@@ -42,7 +42,7 @@ class Uncapturable(Exception):
         return cls(f"{execution.FAILED}: {type(error).__name__}: {message}")
 
 
-def room_of(group: SlotGroup, capacity: int) -> int:
+def slots_for(group: SlotGroup, capacity: int) -> int:
     """Return the slots of a group of layers in a set for texts of `capacity` tokens.
 
     Layers with a window have room for it and for some blocks. When that is used up, what no later
@@ -122,17 +122,16 @@ class GraphSet:
         except Exception as error:
             raise Uncapturable.after(error) from error
 
-    def move_in(self, cache: ColumnCache, state: StepState) -> None:
+    def move_in(self, cache: ColumnCache, next_position: torch.Tensor) -> None:
         """Let a call go on in the set's tensors."""
         self.recorder.begin()
         for index, group in enumerate(cache.slots.each_group()):
             self.move(index, group)
-        state.fit(cache)
-        self.state.copy_(state)
+        self.state.begin(cache, next_position)
 
     def move(self, index: int, group: SlotGroup) -> None:
         """Let a group of layers go on in the set's K and V."""
-        room = room_of(group, self.capacity)
+        room = slots_for(group, self.capacity)
         group.move_to(self.stores[index], room, self.tables[index])
 
     def capture(self, step: Step, run: Callable[[], Captured], lengths: np.ndarray) -> Recording:
@@ -174,7 +173,7 @@ class GraphSet:
 def num_bytes(cache: ColumnCache, capacity: int) -> int:
     """Return the bytes of K and V of a set with room for `capacity` tokens."""
     return sum(
-        room_of(group, capacity) * store[:, 0].nbytes
+        slots_for(group, capacity) * store[:, 0].nbytes
         for group in cache.slots.each_group()
         for store in group.stores
     )
@@ -183,7 +182,7 @@ def num_bytes(cache: ColumnCache, capacity: int) -> int:
 def new_set(
     key: tuple[Any, ...],
     cache: ColumnCache,
-    state: StepState,
+    next_position: torch.Tensor,
     capacity: int,
     recorder: CudaRecorder,
 ) -> GraphSet:
@@ -193,20 +192,21 @@ def new_set(
         Uncapturable: There is not enough memory.
     """
     groups = cache.slots.each_group()
-    rooms = [room_of(group, capacity) for group in groups]
+    rooms = [slots_for(group, capacity) for group in groups]
     try:
         with torch.inference_mode(False):  # later calls write to them outside of it
             stores = [
-                [(_room(la.k_store, room), _room(la.v_store, room)) for la in group.layers]
+                [(_zeros(la.k_store, room), _zeros(la.v_store, room)) for la in group.layers]
                 for group, room in zip(groups, rooms, strict=True)
             ]
             tables = [PathTable([store for pair in part for store in pair]) for part in stores]
-            return GraphSet(key, capacity, state.with_room(rooms), stores, tables, recorder)
+            state = StepState(cache, next_position)
+            return GraphSet(key, capacity, state, stores, tables, recorder)
     except RuntimeError as error:
         raise Uncapturable.after(error) from error
 
 
-def _room(store: torch.Tensor, capacity: int) -> torch.Tensor:
+def _zeros(store: torch.Tensor, capacity: int) -> torch.Tensor:
     shape = store.shape[0], capacity, *store.shape[2:]
     return torch.zeros(shape, dtype=store.dtype, device=store.device)
 
@@ -250,7 +250,12 @@ class ModelGraphs:
         self._failed: dict[tuple[Any, ...], tuple[str, int]] = {}  # why, and calls to let pass
 
     def enter(
-        self, kind: tuple[Any, ...], cache: ColumnCache, state: StepState, slots: int, create: bool
+        self,
+        kind: tuple[Any, ...],
+        cache: ColumnCache,
+        next_position: torch.Tensor,
+        slots: int,
+        create: bool,
     ) -> GraphSet:
         """Move a call into the set of its kind, a new one where none fits.
 
@@ -259,15 +264,15 @@ class ModelGraphs:
         Args:
             kind: What graphs of the call depend on, beside the shapes of its tensors.
             cache: The call's cache; its layers move to the set's K and V.
-            state: The call's state, which the set's state copies.
+            next_position: As of `PromptState`.
             slots: Most slots that the call may need.
             create: Whether to make a missing set.
 
         Raises:
             Uncapturable: There is no set for this call.
         """
-        key = (*kind, *_sizes(cache, state))
-        recorder = recorder_for(state.pads.device)
+        key = (*kind, *_sizes(cache, next_position))
+        recorder = recorder_for(next_position.device)
         if recorder is None:
             raise Uncapturable(execution.NO_GRAPHS)
         with self._lock:
@@ -281,25 +286,25 @@ class ModelGraphs:
             if found is None or found.capacity < slots:
                 if not create:
                     raise Uncapturable(execution.TOO_SHORT)
-                self._make_way(found, cache, state, slots)
+                self._make_way(found, cache, next_position.device, slots)
                 try:
-                    found = new_set(key, cache, state, capacity_for(slots), recorder)
+                    found = new_set(key, cache, next_position, capacity_for(slots), recorder)
                 except Uncapturable as error:
                     self._note(key, error)
                     raise
             else:
                 self.sets.remove(found)
             self.sets.append(found)
-            found.move_in(cache, state)
+            found.move_in(cache, next_position)
             found.is_used = True
             return found
 
     def _make_way(
-        self, outgrown: GraphSet | None, cache: ColumnCache, state: StepState, slots: int
+        self, outgrown: GraphSet | None, cache: ColumnCache, device: torch.device, slots: int
     ) -> None:
         """Retire the set that is outgrown, and the least recently used ones until there is room."""
         size = num_bytes(cache, capacity_for(slots))
-        limit = _limit(state.pads.device, self.sets)
+        limit = _limit(device, self.sets)
         if size > limit:
             raise Uncapturable(f"{execution.TOO_LARGE}: {size >> 20} MiB")
         stay = [each for each in self.sets if each is not outgrown]
@@ -348,7 +353,7 @@ def widths_for(num_rows: int) -> tuple[int, ...]:
     return tuple(width for width in chosen if width == 1 or width * num_rows <= MOST_TOKENS)
 
 
-def of_model(model: Any) -> ModelGraphs:
+def graphs_of(model: Any) -> ModelGraphs:
     """Return the graphs of a model."""
     return kept(model, ModelGraphs, ModelGraphs)
 
@@ -365,10 +370,11 @@ def _nbytes(sets: list[GraphSet]) -> int:
     return sum(each.nbytes for each in sets)
 
 
-def _sizes(cache: ColumnCache, state: StepState) -> tuple[Any, ...]:
+def _sizes(cache: ColumnCache, next_position: torch.Tensor) -> tuple[Any, ...]:
     """Return shapes and types of all tensors that move in, but for the number of slots."""
     groups = cache.slots.each_group()
     windows = [(group.window, group.num_kept, len(group.stores)) for group in groups]
     stores = [store for group in groups for store in group.stores]
     shapes = ((tuple(each.shape[2:]), each.dtype, each.device) for each in stores)
-    return state.shapes(), *windows, *shapes
+    positions = tuple(next_position.shape), next_position.dtype, next_position.device
+    return positions, *windows, *shapes

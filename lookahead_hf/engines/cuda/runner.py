@@ -15,10 +15,11 @@ from lookahead_hf.engines.cuda.graphs import GraphSet, Uncapturable, bucket
 from lookahead_hf.engines.cuda.state import MAX_WIDTH, StepState, pack
 from lookahead_hf.engines.cuda.step import StepFunction
 from lookahead_hf.rows import Rows
+from lookahead_hf.runner import watch
 from lookahead_hf.runner.engines import StepOptions
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.outputs import StepOutputs
-from lookahead_hf.runner.watch import ModelSnapshot
+from lookahead_hf.runner.watch import Watch
 
 ALIGNED = 16
 """Divides the visible slots: torch copies any other mask once per layer."""
@@ -82,9 +83,12 @@ class CudaRunner(Runner):
 
     def _prepare(self, beginning: PromptState) -> None:
         """Make the step, in a set of graphs if there is one for it."""
-        self._state = StepState(self.cache, beginning.next_position)
         if self._wanted is not False:
-            self._enter_graphs(beginning.passed)
+            self._enter_graphs(beginning)
+        if self._set is not None:
+            self._state = self._set.state
+        else:
+            self._state = StepState(self.cache, beginning.next_position)
         self._function = StepFunction(self.model, beginning, self._state, self.by_kernel)
         # A call that ends with its first token has no step, and no position for one.
         tries = self._shape is None and self._room > 1
@@ -114,30 +118,32 @@ class CudaRunner(Runner):
             return self._room >= graphs.WORTHWHILE
         return bool(self._wanted)
 
-    def _enter_graphs(self, passed: dict[str, Any]) -> None:
+    def _enter_graphs(self, beginning: PromptState) -> None:
         """Move into a set of the model's graphs, if it has one for the call or may make one."""
-        self._snapshot = ModelSnapshot(self.model)
-        reasons = self._snapshot.blockers(passed)
+        self._watch = self._watched()
+        reasons = watch.blockers(self.model, beginning.passed)
         if reasons:
             self.execution = reasons[0]
             return
-        self._graphs = graphs.of_model(self.model)
-        arguments = repr(sorted(passed.items()))
-        kind = self._snapshot.key, self._decides, arguments, self._shape is None
+        self._graphs = graphs.graphs_of(self.model)
+        arguments = repr(sorted(beginning.passed.items()))
+        kind = self._watch.key, self._decides, arguments, self._shape is None
         slots = max(self.cache.slots.longest + self._room + MAX_WIDTH, self._most)
+        given = self.cache, beginning.next_position, slots, self._creates
         try:
-            self._set = self._graphs.enter(kind, self.cache, self._state, slots, self._creates)
+            self._set = self._graphs.enter(kind, *given)
         except Uncapturable as error:
             self.execution = str(error)
-            return
-        self._state = self._set.state
+
+    def _watched(self) -> Watch:
+        return Watch(self.model.modules(), is_graph=True)
 
     def _try_masks(self, used: GraphSet) -> None:
         """Find out whether a layer reads its mask; else one graph of a width serves all lengths."""
         try:
             used.try_masks(self._function.try_masks, self.cache.slots.lengths)
             # A forward may set attributes of its modules.
-            self._snapshot = ModelSnapshot(self.model)
+            self._watch = self._watched()
         except Uncapturable as error:
             self._leave_graphs(error)
 
@@ -208,7 +214,7 @@ class CudaRunner(Runner):
         if recording is None:
             return self._run(width, visible)
         recording.replay()
-        if self._snapshot.is_current():  # checked while the device works
+        if self._watch.is_current():  # checked while the device works
             self.execution = execution.REPLAYED
             return recording.outputs
         self._replays, self.execution = False, execution.CHANGED
@@ -227,7 +233,7 @@ class CudaRunner(Runner):
             return None
         found = self._set.recordings.get((width, visible, self.decision.is_captured))
         # While steps are replayed, the model is checked behind each launch.
-        if (found is None or not self._replays) and not self._snapshot.is_current():
+        if (found is None or not self._replays) and not self._watch.is_current():
             self.execution = execution.CHANGED
             return None
         return found or self._capture(width, visible)
@@ -248,7 +254,7 @@ class CudaRunner(Runner):
             else:
                 self._leave_graphs(error)
             return None
-        self._snapshot = ModelSnapshot(self.model)  # as in `_try_masks`
+        self._watch = self._watched()  # as in `_try_masks`
         return recording
 
     def capture(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,9 +67,6 @@ def _even(count: int) -> int:
     return count + count % 2
 
 
-_FIELDS = ("prompt_lengths", "pads", "next_position")
-
-
 class GroupState:
     """Tensors that say what the slots of a group of layers hold, changed in place.
 
@@ -79,8 +75,8 @@ class GroupState:
         columns: Column of the token in every slot, [rows, capacity] int64.
     """
 
-    def __init__(self, pads: torch.Tensor, capacity: int = 0) -> None:
-        self.dropped, self.columns = torch.zeros_like(pads), pads.new_zeros(len(pads), capacity)
+    def __init__(self, pads: torch.Tensor) -> None:
+        self.dropped, self.columns = torch.zeros_like(pads), pads.new_zeros(len(pads), 0)
         self._known: np.ndarray | None = None  # what `dropped` holds
 
     def fit(self, cache: ColumnCache, group: SlotGroup) -> None:
@@ -89,17 +85,12 @@ class GroupState:
         if self._known is group.dropped and size == group.capacity:
             return
         if size != group.capacity:
-            self.columns = self.dropped.new_zeros(len(self.dropped), group.capacity)
+            with torch.inference_mode(False):  # later calls write to it outside of that
+                self.columns = self.dropped.new_zeros(len(self.dropped), group.capacity)
         columns = cache.token_columns(group, group.capacity)
         self.columns.copy_(pinned(columns, device), non_blocking=True)
         self.dropped.copy_(pinned(group.dropped.copy(), device), non_blocking=True)
         self._known = group.dropped
-
-    def copy_(self, other: GroupState) -> None:
-        """Copy the values of another call's group of the same capacity."""
-        self.dropped.copy_(other.dropped)
-        self.columns.copy_(other.columns)
-        self._known = other._known
 
 
 class StepState:
@@ -114,38 +105,23 @@ class StepState:
 
     def __init__(self, cache: ColumnCache, next_position: torch.Tensor) -> None:
         device = next_position.device
-        self.prompt_lengths = torch.from_numpy(cache.num_columns - cache.pads).to(device)
-        self.pads = torch.from_numpy(np.array(cache.pads, np.int64)).to(device)
-        self.next_position = next_position.clone()
+        self.prompt_lengths = torch.zeros(len(cache.pads), dtype=torch.int64, device=device)
+        self.pads, self.next_position = self.prompt_lengths.clone(), next_position.clone()
         self.groups = [GroupState(self.pads) for _ in cache.slots.each_group()]
-        self.fit(cache)
         self._drafts: dict[int, torch.Tensor] = {}
+        self.begin(cache, next_position)
+
+    def begin(self, cache: ColumnCache, next_position: torch.Tensor) -> None:
+        """Take over the values of a call whose rows and positions have the same shapes."""
+        self.prompt_lengths.copy_(torch.from_numpy(cache.num_columns - cache.pads))
+        self.pads.copy_(torch.from_numpy(np.array(cache.pads, np.int64)))
+        self.next_position.copy_(next_position)
+        self.fit(cache)
 
     def fit(self, cache: ColumnCache) -> None:
         """Take over capacities and dropped tokens of the cache, where they have changed."""
         for part, group in zip(self.groups, cache.slots.each_group(), strict=True):
             part.fit(cache, group)
-
-    def copy_(self, other: StepState) -> None:
-        """Copy the values of another call whose tensors have the same shapes."""
-        for name in _FIELDS:
-            getattr(self, name).copy_(getattr(other, name))
-        for part, of_other in zip(self.groups, other.groups, strict=True):
-            part.copy_(of_other)
-
-    def shapes(self) -> tuple[Any, ...]:
-        """Return shapes and types that `copy_` needs to be equal, but for the number of slots."""
-        fields = [getattr(self, name) for name in _FIELDS]
-        return tuple((tuple(field.shape), field.dtype, field.device) for field in fields)
-
-    def with_room(self, capacities: list[int]) -> StepState:
-        """Return a state of the same shapes for groups of layers with these capacities."""
-        other = copy.copy(self)
-        for name in _FIELDS:
-            setattr(other, name, getattr(self, name).clone())
-        other.groups = [GroupState(other.pads, capacity) for capacity in capacities]
-        other._drafts = {}
-        return other
 
     def draft(self, width: int) -> DraftViews:
         """Return the draft of a step of this width."""

@@ -37,7 +37,7 @@ class StepFunction:
         """`by_kernel`: as in `ForwardContext`."""
         self._model, self._cache, self._state = model, beginning.cache, state
         self._passed, self._kinds = beginning.passed, beginning.kinds
-        self._names = compat.decoder_names(model)
+        self._names = beginning.names
         self._takes_dict = compat.takes_mask_dict(model)
         self._by_kernel = by_kernel
 

@@ -18,7 +18,7 @@ from lookahead_hf.runner.forward import current
 from lookahead_hf.runner.install import SetOwn
 
 
-def put_under(model: nn.Module, give: SetOwn) -> None:
+def install(model: nn.Module, give: SetOwn) -> None:
     """Have a model's mixers run our blocks by the forwards of the context."""
     for module in facts_of(model).mixers:
         give(module, "forward", _in_steps(module))
@@ -108,8 +108,8 @@ class Mixer:
         return output
 
 
-class Stash(Mixer):
-    """A mixer that goes on from its state with any number of tokens."""
+class ReplayMixer(Mixer):
+    """A mixer whose forward takes blocks: tokens that wait run again, before the next block."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -243,7 +243,7 @@ class RecurrentLayers:
         """
         self._mixers: dict[int, Mixer] = {}
         for module in facts_of(model).mixers:
-            kind = Stash if compat.takes_blocks(module) and not by_token else TokenByToken
+            kind = ReplayMixer if compat.takes_blocks(module) and not by_token else TokenByToken
             self._mixers[id(module)] = kind(module, cache, num_rows)
         # Tokens behind the prompt, [rows]; None in `keep`, and after an exception there.
         self._kept: np.ndarray | None = np.zeros(num_rows, np.int64)

@@ -55,7 +55,10 @@ def decoder_names(model: Any) -> DecoderNames:
     arguments = forward_arguments(model)
     cache = next((name for name in CACHE_NAMES if name in arguments), GENERATE_CACHE)
     if model.config.is_encoder_decoder:
-        told = "decoder_position_ids" in arguments
+        # Pairs pass on what begins with "decoder_".
+        told = "decoder_position_ids" in arguments or (
+            is_pair(model) and "position_ids" in forward_arguments(model.decoder)
+        )
         columns = "decoder_position_ids" if told else None
         skips_pads = model.config.model_type == "whisper"
         names = "decoder_input_ids", "decoder_attention_mask"
@@ -79,6 +82,11 @@ in transformers 5.24."""
 CACHE_NAMES = tuple(dict.fromkeys((GENERATE_CACHE, "past_key_values", "cache_params")))
 """Names of the cache among a forward's arguments and outputs. Code outside of transformers keeps
 the older ones; the last one is that of models that keep recurrent states alone."""
+
+
+def is_pair(model: Any) -> bool:
+    """Return whether an encoder-decoder consists of two models, the second one a causal model."""
+    return model.config.model_type in ("encoder-decoder", "vision-encoder-decoder")
 
 
 def given_cache(arguments: Mapping[str, Any]) -> Any:
@@ -123,10 +131,6 @@ def is_hooked(module: nn.Module) -> bool:
         for each in hooks
         for hook in each.values()
     )
-
-
-NORM_METHOD = "_norm"
-"""The method of Gemma's norms that normalises without the weight."""
 
 
 def is_recording() -> bool:

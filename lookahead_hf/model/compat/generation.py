@@ -230,12 +230,6 @@ def without_defaults(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     return {} if is_filled else settings
 
 
-def num_columns(model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> int:
-    """Return the columns of a decoder's prompt, which may be embeddings without ids."""
-    embeds = model_kwargs.get(decoder_names(model).ids.replace("input_ids", "inputs_embeds"))
-    return int(max(input_ids.shape[1], 0 if embeds is None else embeds.shape[1]))
-
-
 def pad_token(generation_config: Any) -> int | None:
     """Return the pad token id that `generate` uses, if any."""
     tensor = getattr(generation_config, "_pad_token_tensor", None)

@@ -9,7 +9,7 @@ import transformers
 from packaging import version
 from torch import nn
 
-from lookahead_hf.model.compat.forwards import decoder_names, text_config
+from lookahead_hf.model.compat.forwards import decoder_names, is_pair, text_config
 
 ROPE_NOTE = "rope_deltas"
 """Attribute in which `generate` keeps, for later calls, how positions differ from columns."""
@@ -49,24 +49,34 @@ def counted_tables(model: Any) -> list[nn.Module]:
 
 
 def decoder_of(model: Any) -> Any:
-    """Return the decoder alone; Florence-2 returns its encoder and decoder of texts."""
+    """Return the decoder alone, without a head.
+
+    Florence-2 returns its encoder and decoder of texts, a pair of models its causal model.
+    """
     found = model.get_decoder()
+    if is_pair(model):
+        return found.get_decoder()
     return getattr(found, "decoder", found) if model.config.is_encoder_decoder else found
 
 
-def grows(table: nn.Module) -> bool:
-    """Return whether a table of positions is computed on demand and skips pads."""
+def is_computed(table: nn.Module) -> bool:
+    """Return whether a table of positions is computed and skips pads."""
+    return hasattr(table, "weights")
+
+
+def _grows(table: nn.Module) -> bool:
+    """Return whether a computed table becomes longer on demand."""
     return hasattr(table, "make_weights")
 
 
 def entries_of_columns(table: Any, columns: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Look up tokens in a table that `grows`, [rows, width, dim]; extend it if needed.
+    """Look up tokens in a table that `is_computed`, [rows, width, dim]; extend it if needed.
 
     `columns` and `ids` are those of the tokens, [rows, width].
     """
     places = columns + 1 + table.padding_idx
     most = int(places.max()) + 1
-    if most > table.weights.shape[0]:
+    if _grows(table) and most > table.weights.shape[0]:
         table.make_weights(most + table.offset, table.embedding_dim, table.padding_idx)
     places = torch.where(ids == table.padding_idx, table.padding_idx, places)
     return table.weights[places].detach()
@@ -93,7 +103,7 @@ def position_table(model: Any) -> int | None:
     config = text_config(model)
     if getattr(config, "rope_parameters", None):
         return None
-    if counts_positions(model) and any(map(grows, counted_tables(model))):
+    if counts_positions(model) and any(map(_grows, counted_tables(model))):
         return None
     end = getattr(config, "max_target_positions", None)  # the decoder's own
     return end or getattr(config, "max_position_embeddings", None)

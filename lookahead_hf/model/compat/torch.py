@@ -106,19 +106,9 @@ def parameters_of(module: nn.Module) -> dict[str, Any]:
     return module._parameters
 
 
-def set_parameters(module: nn.Module, parameters: dict[str, Any]) -> None:
-    """Give a copy of a module a dictionary of parameters of its own."""
-    module._parameters = parameters
-
-
 def children_of(module: nn.Module) -> dict[str, Any]:
     """Return the dictionary of a module's own modules."""
     return module._modules
-
-
-def set_children(module: nn.Module, children: dict[str, Any]) -> None:
-    """Give a copy of a module a dictionary of modules of its own."""
-    module._modules = children
 
 
 def hooks_of(module: nn.Module) -> list[dict[int, Any]]:

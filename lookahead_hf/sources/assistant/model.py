@@ -54,12 +54,12 @@ class AssistantModel:
         else:
             kwargs = _prefill_arguments(model, mask)
         prompt, request = torch.from_numpy(ids).to(model.device), Request(SpeculativeConfig())
-        given = model.generation_config, kwargs, request
-        admission.admit_call(PreparedCall(model, prompt, (), (), *given))
+        call = PreparedCall(model, prompt, (), (), model.generation_config, kwargs, request)
+        admission.admit_call(call)
         self._rows = Rows(ids, attended)
         self._runner = Runner(model, len(contexts))
         with torch.no_grad():
-            prefill(self._runner, prompt, model.generation_config, kwargs)
+            prefill(self._runner, call)
 
     def read(self, row: int) -> np.ndarray:
         """Return the tokens of a row that were read and kept, [tokens] int64 (a view)."""

@@ -15,7 +15,7 @@ from lookahead_hf.call.prepared import Request
 from lookahead_hf.draft import DraftTree, Evidence
 from lookahead_hf.drafting.drafter import Drafter, Step, Traits
 from lookahead_hf.drafting.registry import build
-from lookahead_hf.drafting.sources.user import Adapted, checked
+from lookahead_hf.drafting.sources.user import UserDrafter, checked
 from lookahead_hf.rows import Rows
 from tests.helpers.calls import padded
 from tests.helpers.compared import compared, served, speculated
@@ -139,7 +139,7 @@ def test_probabilities_in_half_precision_are_distributions(model: Any) -> None:
     chances = (torch.randn(2, 130, generator=torch.Generator().manual_seed(1))).softmax(-1)
     chances[:, VOCAB:] = 0
     probs = (chances / chances.sum(-1, keepdim=True)).bfloat16()
-    adapted = Adapted(Own(lambda rows, n: tree(probs=probs)), VOCAB)
+    adapted = UserDrafter(Own(lambda rows, n: tree(probs=probs)), VOCAB)
     proposed = adapted.propose(Rows(np.zeros((1, 3), np.int64)), 8)
     assert proposed.probs.shape == (2, VOCAB)  # type: ignore[attr-defined]
     torch.testing.assert_close(proposed.probs.sum(-1), torch.ones(2))  # type: ignore[attr-defined]
@@ -264,7 +264,7 @@ def test_an_object_that_is_no_drafter_may_have_traits_too() -> None:
         def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
             return tree(evidence=evidence(0, 1))
 
-    adapted = Adapted(Bare())
+    adapted = UserDrafter(Bare())
     assert (adapted.name, adapted.traits.buckets) == ("custom", 2)
     assert adapted.rates.tolist() == pytest.approx([0.1, 0.9])
     assert checked(Bare().propose(None, 8), 1, 2).evidence.bucket.tolist() == [0, 1]  # type: ignore[union-attr, arg-type]

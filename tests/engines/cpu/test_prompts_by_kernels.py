@@ -12,8 +12,7 @@ from transformers import DynamicCache, GenerationConfig
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.call import execution
-from lookahead_hf.engines.cpu.layers import trial
-from lookahead_hf.engines.cpu.layers.room import Room
+from lookahead_hf.engines.cpu.layers.workspace import Workspace
 from lookahead_hf.model import compat
 from lookahead_hf.model.state import state_of
 from lookahead_hf.ngram_pool import compilation
@@ -81,14 +80,14 @@ def test_kernels_compute_the_tokens_of_prompts(
 ) -> None:
     """Or the bits would be torch's, which often are the same by chance."""
     monkeypatch.setattr(compat, "multiplies_slowly", lambda dtype: False)
-    widths, run = [], Room.run
+    widths, run = [], Workspace.run
 
-    def counted(room: Room, units: Any, given: Any, num_tokens: int, floats: int) -> None:
-        widths.append(num_tokens if len(units) > 1 else 0)  # lone: the output layer, and trials
-        run(room, units, given, num_tokens, floats)
+    def counted(self: Any, layers: Any, given: Any, num_tokens: int, floats: int) -> None:
+        widths.append(num_tokens if len(layers) > 1 else 0)  # lone: the output layer, and trials
+        run(self, layers, given, num_tokens, floats)
 
     generated(model, texts(), compiled)  # finds out whom to trust
-    monkeypatch.setattr(Room, "run", counted)
+    monkeypatch.setattr(Workspace, "run", counted)
     generated(model, texts(), compiled)
     of_prompts = [width for width in widths if width > 60]  # no step is that wide
     assert of_prompts == ([sum(LENGTHS)] if compiled == "everywhere" else [])  # in one block
@@ -182,14 +181,6 @@ def test_kernels_read_prompts_where_torch_multiplies_slowly(
     assert stats is not None and stats.own_code == (execution.NOT_ASKED_FOR,)
 
 
-def test_the_same_bits_matter_more_than_time(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With AMX, other calls would leave widths to the model's own code."""
-    monkeypatch.setattr(trial, "has_own_instructions", lambda dtype: True)
-    monkeypatch.setattr(trial.Trial, "time", None)
-    monkeypatch.setattr(trial.Trial, "lost", frozenset(1 << power for power in range(10)))
-    generated(model, texts())
-
-
 def test_a_prompt_that_the_models_code_has_read_is_in_the_statistics(model: Any) -> None:
     ids = prompt(1, 20)
     given = {CACHE: DynamicCache(config=model.config)}
@@ -214,7 +205,7 @@ def test_kernels_that_are_not_there_yet_are_waited_for(
         pending.append(lambda: pytest.fail("the process that compiles has not ended"))
         monkeypatch.setattr(compilation, "wait", wait)
         generated(model, texts()[:1])
-    assert waited == ["drafting", "common", "bfloat16"]
+    assert waited == ["common", "bfloat16", "drafting"]
 
 
 def test_without_numba_the_models_own_code_reads_prompts(

@@ -78,7 +78,7 @@ def test_no_memory_for_k_and_v_leaves_the_text_alone(
     made: list[TapeRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = small()
-    monkeypatch.setattr(graphs, "_room", lambda *_: torch.empty(1 << 60))
+    monkeypatch.setattr(graphs, "_zeros", lambda *_: torch.empty(1 << 60))
     assert str(compare(model, padded("left")).execution).startswith(f"{FAILED}: RuntimeError")
 
 
@@ -100,7 +100,7 @@ def test_what_is_too_large_retires_nothing_and_what_fits_takes_the_place(
     monkeypatch.setattr(graphs, "LEAST_VISIBLE", 64)
     model = small()
     compare(model, padded("left"))
-    (kept,) = graphs.of_model(model).sets
+    (kept,) = graphs.graphs_of(model).sets
     monkeypatch.setattr(graphs, "_limit", lambda *_: kept.nbytes)
     stats = compare(model, padded("left"), max_new_tokens=120)
     assert str(stats.execution).startswith(TOO_LARGE)
@@ -112,7 +112,7 @@ def test_what_is_too_large_retires_nothing_and_what_fits_takes_the_place(
 def test_one_call_at_a_time(made: list[TapeRecorder]) -> None:
     model = small()
     compare(model, padded("left"))
-    (held,) = graphs.of_model(model).sets
+    (held,) = graphs.graphs_of(model).sets
     held.is_used = True
     stats = compare(model, padded("left"))
     assert stats.execution == IN_USE

@@ -14,10 +14,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, LogitsProcessorList
-from transformers.models.llama import modeling_llama
 
 import lookahead_hf
-from lookahead_hf import SpeculativeConfig, kernels
+from lookahead_hf import kernels
 from lookahead_hf.block import tree_attention
 from lookahead_hf.block.block import is_read
 from lookahead_hf.call.execution import REPLAYED, WAITS
@@ -31,7 +30,6 @@ from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.prefill import start
 from tests.helpers.calls import GREEDY, padded
 from tests.helpers.compared import compared
-from tests.helpers.compiled import in_threads
 from tests.helpers.device import TapeRecorder, storages, taped
 from tests.helpers.fakes import Recorder
 from tests.helpers.models import NAMES, prompt, tiny
@@ -67,14 +65,6 @@ def test_replayed_steps_write_plains_text(name: str, made: list[TapeRecorder]) -
     assert max(r.num_replays for r in recorder.recordings) > 5
 
 
-MOST_PER_LAYER = {False: 42, True: 41}
-"""Operations of a layer of llama, each of them a launch, but for four of compaction's twin: its
-kernel moves the tokens of all layers at once. True: where our kernel attends, as one of them."""
-
-MOST_PER_STEP = {False: 105, True: 86}
-"""Operations of a step outside of its layers, where torch's twins verify and compact."""
-
-
 @pytest.fixture
 def attends(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
     """The kernel attends, or a stand-in that a tape can hold; counts its calls."""
@@ -90,70 +80,6 @@ def attends(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
     return counts
 
 
-@pytest.mark.parametrize("by_kernel", [False, True])
-def test_a_step_launches_no_more_than_it_did(
-    by_kernel: bool, made: list[TapeRecorder], request: pytest.FixtureRequest
-) -> None:
-    if by_kernel:
-        request.getfixturevalue("attends")
-    counts = []
-    for layers in (1, 2):
-        compare(tiny("llama", num_hidden_layers=layers), padded("left"))
-        counts.append(len(made[-1].recordings[0].tape.calls))
-    of_layer = counts[1] - counts[0]
-    assert of_layer <= MOST_PER_LAYER[by_kernel]
-    assert counts[0] - of_layer <= MOST_PER_STEP[by_kernel]
-
-
-OF_COMPACTION = 4
-"""Operations that the twin of compaction takes for a layer; its kernel serves all with one."""
-
-MOST_WITH_FUSED = 18
-"""Launches of a layer of llama whose norms, rotary positions and gate are a kernel each."""
-
-
-@torch.library.custom_op("lookahead_hf_tests::fused_norm", mutates_args=())
-def fused_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon))
-
-
-@torch.library.custom_op("lookahead_hf_tests::fused_rotary", mutates_args=())
-def fused_rotary(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> list[torch.Tensor]:
-    return [x.clone() for x in rotary(q, k, cos, sin)]
-
-
-@torch.library.custom_op("lookahead_hf_tests::fused_gate", mutates_args=())
-def fused_gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.silu(gate) * up
-
-
-rotary = modeling_llama.apply_rotary_pos_emb
-
-
-def test_kernels_of_liger_save_more_than_half_of_the_launches(
-    made: list[TapeRecorder], attends: Counter[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It puts these in the classes and the module of the model; graphs hold them as they are."""
-    norm, mlp = modeling_llama.LlamaRMSNorm, modeling_llama.LlamaMLP
-    monkeypatch.setattr(
-        norm, "forward", lambda self, x: fused_norm(x, self.weight, self.variance_epsilon)
-    )
-    monkeypatch.setattr(
-        mlp,
-        "forward",
-        lambda self, x: self.down_proj(fused_gate(self.gate_proj(x), self.up_proj(x))),
-    )
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", fused_rotary)
-    counts = []
-    for layers in (1, 2):
-        stats = compare(tiny("llama", num_hidden_layers=layers), padded("left"))
-        assert stats.execution == "replayed"
-        counts.append(len(made[-1].recordings[0].tape.calls))
-    assert counts[1] - counts[0] - OF_COMPACTION <= MOST_WITH_FUSED
-
-
 @pytest.mark.parametrize(("name", "do_sample"), [("llama", False), ("gemma3", True)])
 def test_where_the_kernel_attends_one_graph_serves_all_lengths(
     name: str, do_sample: bool, attends: Counter[bool], monkeypatch: pytest.MonkeyPatch
@@ -165,7 +91,7 @@ def test_where_the_kernel_attends_one_graph_serves_all_lengths(
     with taped(monkeypatch) as made:
         stats = compare(model, padded("left"), do_sample=do_sample)
         (recorder,) = made
-        (kept,) = graphs.of_model(model).sets
+        (kept,) = graphs.graphs_of(model).sets
         assert {*kept.recordings} <= {(width, 128, not do_sample) for width in graphs.WIDTHS}
         compare(model, padded("holes"), max_new_tokens=20, do_sample=do_sample)
     assert stats.execution == "replayed"
@@ -181,7 +107,7 @@ def test_a_mask_that_a_layer_reads_has_no_more_slots_than_are_used(
     monkeypatch.setattr(tree_attention, "is_faster", lambda *_: next(turns))
     model = tiny("llama", num_hidden_layers=2)
     assert compare(model, padded("left")).execution == "replayed"
-    (kept,) = graphs.of_model(model).sets
+    (kept,) = graphs.graphs_of(model).sets
     assert {visible for _, visible, _ in kept.recordings} == {32, 64, 128}
     assert attends[False]
 
@@ -231,7 +157,7 @@ def test_longer_texts_show_more_slots(
     monkeypatch.setattr(graphs, "LEAST_VISIBLE", 16)
     stats = compare(model := tiny("mistral"), padded("left"), max_new_tokens=70)
     assert stats.execution == "replayed"
-    (kept,) = graphs.of_model(model).sets
+    (kept,) = graphs.graphs_of(model).sets
     assert {visible for _, visible, _ in kept.recordings} == {32, 64, 128}
 
 
@@ -251,7 +177,7 @@ def test_widths_that_nobody_asks_for_are_not_captured(monkeypatch: pytest.Monkey
             *(model, lambda: dict(call), call["input_ids"].shape[1], RandomTrees(depth=4)),
             cuda_graphs=True,
         )
-    (kept,) = graphs.of_model(model).sets
+    (kept,) = graphs.graphs_of(model).sets
     assert {width for width, _, _ in kept.recordings} == asked
     assert len(asked) > 1 and max(asked) <= 16 < max(graphs.WIDTHS)
 
@@ -267,7 +193,7 @@ def test_steps_of_one_token_move_nothing(
 
     monkeypatch.setattr(kernels, "compact_path", noted)
     compare(model := small(), padded("left"))
-    (kept,) = graphs.of_model(model).sets
+    (kept,) = graphs.graphs_of(model).sets
     assert {width for width, _, _ in kept.recordings} - widths == {1}
 
 
@@ -339,7 +265,7 @@ def test_a_width_that_waits_leaves_the_others_captured(
     monkeypatch.setattr(kind, "forward", waiting)
     compare(model, padded("left"))
     assert compare(model, padded("left")).num_steps > 2
-    (kept,) = graphs.of_model(model).sets
+    (kept,) = graphs.graphs_of(model).sets
     assert {width for width, _, _ in kept.recordings} == {1, 16}
     assert list(kept.refused) == [4]
 
@@ -394,21 +320,6 @@ def test_blocks_copy_no_experts(
     assert model.get_experts_implementation() == {"": "grouped_mm"}
     of_expert = model.model.layers[0].mlp.experts.gate_up_proj[0].nbytes
     assert (most.bytes >= of_expert) == gathers
-
-
-def test_threads_share_a_model(made: list[TapeRecorder]) -> None:
-    model = tiny("llama")
-    inputs = [padded(kind) for kind in ("left", "none", "holes")]
-    plain = [model.generate(**each, **GREEDY).tolist() for each in inputs]
-    config = SpeculativeConfig(budget=8, cuda_graphs=True)
-    ours: dict[int, Any] = {}
-
-    def run(index: int) -> None:
-        ours[index] = model.generate(**inputs[index], **GREEDY, speculative=config).tolist()
-
-    with lookahead_hf.enabled(model):
-        in_threads(*(partial(run, index) for index in range(3)))
-    assert [ours[index] for index in range(3)] == plain
 
 
 def test_an_error_gives_the_graphs_back(made: list[TapeRecorder]) -> None:

@@ -188,13 +188,13 @@ def test_draft_invariant_bits(model_type: str) -> None:
 
 def test_a_mixer_that_forgets_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("qwen3_5_text")
-    behind = recurrent.Stash._behind_waiting
+    behind = recurrent.ReplayMixer._behind_waiting
 
     def forgets(self: Any, inputs: torch.Tensor, most: int) -> torch.Tensor:
         joined = behind(self, inputs, most)
         return joined if not most else joined.index_fill(1, torch.tensor([0]), 0.0)
 
-    monkeypatch.setattr(recurrent.Stash, "_behind_waiting", forgets)
+    monkeypatch.setattr(recurrent.ReplayMixer, "_behind_waiting", forgets)
     monkeypatch.setattr(self_test, "passed", WeakKeyDictionary())
     found, _ = self_test.refusal(model)
     assert "gives other logits for blocks" in found

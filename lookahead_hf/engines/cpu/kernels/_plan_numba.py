@@ -72,7 +72,9 @@ def plan_rows(
             while at < last:
                 parts = (last - at + most - 1) // most
                 count = (last - at + parts - 1) // parts
-                end = ends[at : at + count].min()
+                end = ends[at]
+                for t in range(at + 1, at + count):
+                    end = min(end, ends[t])
                 segment = segments[num_segments]
                 segment[FIRST], segment[COUNT], segment[ROW_SLOT] = token, count, row_slots[row]
                 segment[BEGIN], segment[END] = begin, end

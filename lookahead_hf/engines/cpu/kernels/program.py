@@ -66,12 +66,6 @@ def is_ready(dtype: torch.dtype) -> bool:
     return dtype in KINDS and all(each.is_loaded() for each in groups_of([dtype]))
 
 
-def chooses(dtype: torch.dtype) -> bool:
-    """Return whether `argmax` is loaded and takes such numbers."""
-    is_known = dtype in KINDS and (dtype != torch.float16 or _has_float16())
-    return compilation.common.is_loaded() and is_known
-
-
 def functions() -> ModuleType:
     """Return the module of the compiled functions.
 
@@ -141,7 +135,7 @@ class Plan:
         return int((ends - self.segments[:, fields.BEGIN]).max())
 
 
-class Workspace:
+class JobRunner:
     """Scratch memory, counters and the job with which one caller runs programs.
 
     `ops` are the operations, [operations, fields] int64.
@@ -223,34 +217,27 @@ def _load_plans() -> None:
     Plan(one - 1, [(none - 1, one, one - 1, none, none[:0], none, one - 1)])
 
 
-def _load_choices() -> None:
+def _load_words() -> None:
     one = np.ones(1, np.int64)
-    for dtype in KINDS:
-        if dtype != torch.float16 or _has_float16():
-            assert argmax(torch.zeros(1, dtype=dtype)) == 0
     for dtype in (torch.bfloat16, torch.float32):
         compact_path(PathTable([torch.zeros(1, 1, 1, 1, dtype=dtype)]), one - 1, one[None] - 1, one)
 
 
 def _load_layers(name: str) -> None:
-    """Load the functions that run jobs, by the name of their group.
+    """Load the functions of a dtype, by the name of their group.
 
     Raises:
         RuntimeError: The processor cannot convert such numbers.
     """
-    if name == "float16" and not _has_float16():
-        raise RuntimeError("the processor has no instructions that convert float16 numbers")
-    assert _entry_of(name)
-
-
-@cache
-def _has_float16() -> bool:
     functions()
     from lookahead_hf.engines.cpu.kernels.llvm import HAS_FLOAT16
 
-    return HAS_FLOAT16
+    if name == "float16" and not HAS_FLOAT16:
+        raise RuntimeError("the processor has no instructions that convert float16 numbers")
+    assert _entry_of(name)
+    assert argmax(torch.zeros(1, dtype=getattr(torch, name.partition("_")[0]))) == 0
 
 
-compilation.common.register(_load_plans, _load_choices)
+compilation.common.register(_load_plans, _load_words)
 for _name, _functions in compilation.kernels.items():
     _functions.register(partial(_load_layers, _name))

@@ -1,9 +1,9 @@
 """Layers that compiled kernels compute in our steps on a CPU.
 
-During a step, each decoder layer whose code the kernels know, and each other large linear layer, is
-called through us. Where the model's own forward does nothing between its layers, they are noted as
-they are called, and the last one computes all of them in one call. A module whose code is unknown,
-or that somebody has hooked or changed, runs its own code.
+During a step, each decoder layer whose class the kernels know, and each other large linear layer,
+is called through us. Where the model's own forward does nothing between its layers, they are noted
+as they are called, and the last one computes all of them in one call. A module of another class, or
+that somebody has hooked or changed, runs its own code.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from weakref import ref
 from torch import nn
 
 from lookahead_hf.call import execution
-from lookahead_hf.engines.cpu.layers import descriptions
-from lookahead_hf.engines.cpu.layers.code import is_known
+from lookahead_hf.engines.cpu.layers import known
+from lookahead_hf.engines.cpu.layers.descriptions import describe_layer, describe_linear
 from lookahead_hf.engines.cpu.layers.programs import Program, Unknown
-from lookahead_hf.engines.cpu.layers.room import Room, Unit
 from lookahead_hf.engines.cpu.layers.step import Broken, LayerStep
-from lookahead_hf.engines.cpu.layers.trial import Trial
+from lookahead_hf.engines.cpu.layers.workspace import CompiledLayer, Workspace
 from lookahead_hf.model import compat
 from lookahead_hf.model.facts import facts_of
 from lookahead_hf.runner import watch
@@ -36,17 +35,16 @@ class CompiledLayers:
     """The layers of one model that kernels compute, kept between calls.
 
     Attributes:
-        units: The layers, decoder layers first.
+        layers: The layers, decoder layers first.
         refused: Why other layers run their own code.
         num_refused: Number of these layers.
-        trial: Widths at which the model's own code is faster.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.units: list[Unit] = []
+        self.layers: list[CompiledLayer] = []
         self.refused, self.num_refused = set[str](), 0
         self._unknown: list[tuple[Callable[[Any], Program], nn.Module]] = []
-        self._users, self._free_rooms = set[object](), list[Room]()
+        self._users, self._free = set[object](), list[Workspace]()
         self._decoder, layers = _decoder(model)
         inside: set[nn.Module] = set()
         if facts_of(model).repeats_layers:
@@ -55,32 +53,31 @@ class CompiledLayers:
         elif not layers:
             self._refuse(f"{type(model).__name__} has decoder layers of another build", 0)
         for layer in layers:
-            if self._add(descriptions.of_layer, layer):
+            if self._add(describe_layer, layer):
                 inside.update(layer.modules())
-        self._num_layers = len(self.units)
-        has_all = 0 < len(layers) == len(self.units)
+        self._num_layers = len(self.layers)
+        has_all = 0 < len(layers) == len(self.layers)
         for module in model.modules():
             is_linear = isinstance(module, nn.Linear) and module not in inside
             if is_linear and (has_all or _is_large(module)):
-                self._add(descriptions.of_linear, module)
-        calls = [(unit.module, _Call(self.units, unit)) for unit in self.units]
+                self._add(describe_linear, module)
+        calls = [(layer.module, _Call(self.layers, layer)) for layer in self.layers]
         self._calls = [(vars(module), call) for module, call in calls]
-        self.trial = Trial({unit.program.dtype for unit in self.units})
-        self._shared = {
-            key: each for unit in self.units for key, each in unit.program.shared.items()
-        }
+        self._functions = dict[tuple[Any, str], Any]()
+        for each in self.layers:
+            self._functions |= each.program.watch.functions
 
     def _add(self, describe: Callable[[Any], Program], module: nn.Module) -> bool:
         """Add a layer if there are kernels for it; return whether there are."""
-        before = self.units[-1] if self.units else None
+        before = self.layers[-1] if self.layers else None
         first = 0 if before is None else before.first + len(before.program.ops)
         try:
-            self.units.append(Unit(module, describe(module), first))
+            self.layers.append(CompiledLayer(module, describe(module), first))
             return True
         except Unknown as error:
             self._refuse(str(error))
         except Exception as error:
-            self._refuse(f"{type(module).__name__} is not built as its code says: {error}")
+            self._refuse(f"{type(module).__name__} is not built as its class says: {error}")
         self._unknown.append((describe, module))
         return False
 
@@ -94,22 +91,16 @@ class CompiledLayers:
 
     def is_current(self) -> bool:
         """Return whether all layers are as they were described, or still cannot be."""
-        is_changed = any(each.program.is_changed() for each in self.units)
-        return not (is_changed or self._is_replaced() or any(map(_is_known, self._unknown)))
-
-    def _is_replaced(self) -> bool:
-        """Return whether a function that layers look up was replaced."""
-        return not all(
-            (mapping.get(name) if isinstance(mapping, dict) else getattr(mapping, name, None))
-            is known
-            for (_, name), (mapping, known) in self._shared.items()
-        )
+        watches = (layer.program.watch for layer in self.layers)
+        is_same = all(each.are_modules_current() for each in watches)
+        is_same = is_same and watch.are_current(self._functions)
+        return is_same and not any(map(_is_known, self._unknown))
 
     def refusal(self) -> str | None:
         """Return why a step cannot use the kernels now, None if it can."""
         if reason := watch.watcher():
             return reason
-        is_stock = watch.has_stock_functions() and not self._is_replaced()
+        is_stock = watch.has_stock_functions() and watch.are_current(self._functions)
         return None if is_stock else execution.FUNCTIONS
 
     def run(self, forward: Callable[[], Any]) -> tuple[Any, LayerStep]:
@@ -120,7 +111,7 @@ class CompiledLayers:
         """
         context = current()
         assert context is not None
-        with shared_change(self._users, self._put_under, self._take_out):
+        with shared_change(self._users, self._install, self._remove):
             try:
                 step = self._begin(context)
             except Exception as error:
@@ -131,15 +122,15 @@ class CompiledLayers:
                 step.finish()
             finally:
                 context.layers = None
-                self._free_rooms.append(step.room)
+                self._free.append(step.workspace)
         return outputs, step
 
-    def _put_under(self) -> None:
+    def _install(self) -> None:
         """Have our calls made in place of the layers; one that `torch.compile` has given stays."""
         for own, call in self._calls:
             own.setdefault(compat.CALL, call)
 
-    def _take_out(self) -> None:
+    def _remove(self) -> None:
         for own, call in self._calls:
             if own.get(compat.CALL) is call:
                 del own[compat.CALL]
@@ -147,52 +138,50 @@ class CompiledLayers:
     def _begin(self, context: ForwardContext) -> LayerStep:
         """Return a step of the layers that now call us."""
         others = sum(own.get(compat.CALL) is not call for own, call in self._calls)
-        is_whole = not others and self.is_whole()
-        last = self.units[self._num_layers - 1] if is_whole else None
+        is_whole = not others and self._is_whole()
+        last = self.layers[self._num_layers - 1] if is_whole else None
         try:
-            room = self._free_rooms.pop()
+            workspace = self._free.pop()
         except IndexError:  # other threads work in all of them
-            room = Room(self.units)
-        step = LayerStep(room, last, context)
+            workspace = Workspace(self.layers)
+        step = LayerStep(workspace, last, context)
         if others:  # torch's, or those of another description of the model
             step.num_own += others
             step.reasons.add(execution.OTHER_CALL)
         return step
 
-    def is_whole(self) -> bool:
+    def _is_whole(self) -> bool:
         """Return whether the model's forward does nothing between its layers, all of them ours."""
-        decoder, layers = self._decoder(), self.units[: self._num_layers]
-        if decoder is None or not layers or not all(unit.is_trusted for unit in layers):
+        decoder, layers = self._decoder(), self.layers[: self._num_layers]
+        if decoder is None or not layers or not all(layer.is_trusted for layer in layers):
             return False
-        if not is_known("Model", type(decoder).forward):
+        kind = type(decoder)
+        is_known = known.family_of(kind, known.MODELS) and known.is_original(kind.forward)
+        if not is_known or "forward" in vars(decoder):
             return False
         called = list(decoder.layers)[: decoder.config.num_hidden_layers]
-        return list(map(id, called)) == [id(unit.module) for unit in layers]
-
-    def is_due(self, width: int) -> bool:
-        """Return whether a step of this width is to be timed in both ways."""
-        return self.trial.is_due(width) and all(unit.is_trusted for unit in self.units)
+        return list(map(id, called)) == [id(layer.module) for layer in layers]
 
 
 class _Call:
     """Takes the place of a layer's call; outside of our steps the layer runs itself."""
 
-    __slots__ = ("_unit", "_units")
+    __slots__ = ("_layer", "_layers")
 
-    def __init__(self, units: list[Unit], unit: Unit) -> None:
-        self._units, self._unit = units, unit
+    def __init__(self, layers: list[CompiledLayer], layer: CompiledLayer) -> None:
+        self._layers, self._layer = layers, layer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         context = current()
         step = None if context is None else context.layers
-        if step is not None and step.room.units is self._units:  # not a step of another model
+        if step is not None and step.workspace.layers is self._layers:  # no other model's
             try:
-                out = step.call(self._unit, args, kwargs)
+                out = step.call(self._layer, args, kwargs)
             except Exception as error:
                 raise Broken from error
             if out is not None:
                 return out
-        return compat.own_call(self._unit.module, *args, **kwargs)
+        return compat.own_call(self._layer.module, *args, **kwargs)
 
 
 def _decoder(model: nn.Module) -> tuple[Callable[[], Any], list[nn.Module]]:

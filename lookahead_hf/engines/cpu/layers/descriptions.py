@@ -5,34 +5,42 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from transformers.activations import ACT2FN
 
 from lookahead_hf.engines.cpu.kernels import fields
 from lookahead_hf.engines.cpu.kernels.fields import bits
-from lookahead_hf.engines.cpu.layers.programs import Program, Unknown, check_shape, piece_of
+from lookahead_hf.engines.cpu.layers import known
+from lookahead_hf.engines.cpu.layers.programs import Program, Unknown, check_linear, piece_of
+from lookahead_hf.model import compat
+from lookahead_hf.runner.watch import Watch
+
+_DROPOUTS = ("attention_dropout", "residual_dropout", "p")
 
 
-def of_linear(module: nn.Linear) -> Program:
+def describe_linear(module: nn.Linear) -> Program:
     """Describe a lone linear layer.
 
     Raises:
         Unknown: There are no kernels for it.
     """
-    program = Program()
+    check_linear(module)
+    program = _program_for([module], None)
     program.linear(module, "stream", "out")
     program.outputs, program.size = module.weight.shape
     return program
 
 
-def of_layer(layer: Any) -> Program:
+def describe_layer(layer: Any) -> Program:
     """Describe a decoder layer.
 
     Raises:
         Unknown: There are no kernels for what it does.
     """
-    program = Program()
-    program.replace(layer, "DecoderLayer")
-    program.layer_index = layer.self_attn.layer_idx
+    kind = type(layer)
+    family = known.family_of(kind, known.PARTS[:1])
+    if family is None:
+        raise Unknown(f"{kind.__name__} of {kind.__module__} is not known")
+    program = _program_for([*layer.modules()], family)
+    program.norm_kind, program.layer_index = family.norm, layer.self_attn.layer_idx
     hidden = "normed"
     if hasattr(layer, "input_layernorm"):
         program.norm(layer.input_layernorm, "stream", hidden)
@@ -49,13 +57,35 @@ def of_layer(layer: Any) -> Program:
         program.norm(layer.post_attention_layernorm, "stream", "normed")
     after = norms_results and layer.post_feedforward_layernorm
     _end(program, *_feedforward(program, layer.mlp, hidden), after, factor)
-    for name in ("resid_attn_dropout", "resid_mlp_dropout"):
-        if hasattr(layer, name) and type(program.replace(getattr(layer, name))) is not nn.Dropout:
-            raise Unknown("a layer has something else in place of a dropout")
     program.size = len(layer.post_attention_layernorm.weight)
     program.buffers |= {"normed": program.size, "mixed": program.size}
     _check_sizes(program)
     return program
+
+
+def _program_for(modules: list[nn.Module], family: known.Family | None) -> Program:
+    """Return an empty program for modules whose code is the original code of a family."""
+    for module in modules:
+        kind, own = type(module), vars(module)
+        is_part = family is not None and known.family_of(kind, known.PARTS) is family
+        if not (is_part or kind in known.STOCK):
+            raise Unknown(f"{kind.__name__} of {kind.__module__} is not known")
+        held = compat.parameters_of(module).keys() | compat.children_of(module).keys()
+        hidden = [name for name in own if name in held or callable(getattr(kind, name, None))]
+        is_called = compat.CALL in own and module is not modules[0]
+        if hidden or is_called or not all(map(known.is_original, (kind.forward, kind.__call__))):
+            raise Unknown(f"the code of a {kind.__name__} was replaced")
+        if module.training and any(getattr(module, name, 0.0) for name in _DROPOUTS):
+            raise Unknown("a dropout is active")
+    watch = Watch(modules)
+    if family is not None:
+        file = known.file_of(type(modules[0]))
+        for name in known.FUNCTIONS:
+            function = getattr(file, name, None)
+            watch.functions[file, name] = function
+            if not (function is None or known.is_original(function)):
+                raise Unknown(f"{name} of {file.__name__} was replaced")
+    return Program(watch)
 
 
 def _end(program: Program, linear: Any, source: str, norm: Any, factor: int) -> None:
@@ -69,7 +99,6 @@ def _end(program: Program, linear: Any, source: str, norm: Any, factor: int) -> 
 
 def _attention(program: Program, module: Any, hidden: str) -> tuple[Any, str]:
     """Add the operations of attention; return its last linear layer and the input of that."""
-    program.replace(module, "Attention")
     dim = program.head_dim = module.head_dim
     q, k, v = _projections(program, module)
     heads, shared = len(q[1]) // dim, len(k[1]) // dim
@@ -114,8 +143,7 @@ def _projections(program: Program, module: Any) -> list[tuple[Any, range]]:
         parts = (module.q_proj, module.k_proj, module.v_proj)
         return [(each, range(len(each.weight))) for each in parts]
     config, dim = module.config, module.head_dim
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        program.hold(vars(config), name, vars(config)[name])
+    program.watch.hold(vars(config), ("num_attention_heads", "num_key_value_heads"))
     q, kv = config.num_attention_heads * dim, config.num_key_value_heads * dim
     if len(module.qkv_proj.weight) != q + 2 * kv:
         raise Unknown("a joined weight does not have the heads of the configuration")
@@ -138,24 +166,21 @@ def _turn(program: Program, norm: Any, source: str, target: str, heads: int, **g
 
 def _feedforward(program: Program, module: Any, hidden: str) -> tuple[Any, str]:
     """Add the operations of a feed-forward network, as `_attention` does."""
-    program.replace(module, "MLP")
     if hasattr(module, "c_fc"):
-        flavour = _activation(program, module.act)
+        flavour = _activation(module.act)
         program.linear(module.c_fc, hidden, "active", flavour=flavour)
         program.buffers["active"] = len(module.c_fc.weight)
         return module.c_proj, "active"
     if hasattr(module, "gate_up_proj"):
-        gate = up = program.replace(module.gate_up_proj)
+        gate = up = module.gate_up_proj
         inner = last = len(up.weight) // 2
-        flavour = _activation(program, module.activation_fn)
+        flavour = _activation(module.activation_fn)
     else:
-        gate, up = program.replace(module.gate_proj), program.replace(module.up_proj)
+        gate, up = module.gate_proj, module.up_proj
         inner, last = len(gate.weight), 0
-        flavour = _activation(program, module.act_fn)
-    if type(gate) is not nn.Linear or type(up) is not nn.Linear:
-        raise Unknown("a gate is no plain linear layer")
-    check_shape(gate)
-    check_shape(up)
+        flavour = _activation(module.act_fn)
+    check_linear(gate)
+    check_linear(up)
     if last + inner != len(up.weight):
         raise Unknown("a gate and what it opens differ in size")
     addresses: dict[int, Any] = {
@@ -172,14 +197,11 @@ def _feedforward(program: Program, module: Any, hidden: str) -> tuple[Any, str]:
     return module.down_proj, "active"
 
 
-def _activation(program: Program, module: Any) -> int:
-    program.replace(module)
-    kind = type(module)
-    if kind is nn.SiLU or kind is type(ACT2FN["silu"]):
-        return fields.SILU
-    if kind is type(ACT2FN["gelu_pytorch_tanh"]):
-        return fields.GELU_TANH
-    raise Unknown(f"there is no kernel for the activation {kind.__name__}")
+def _activation(module: Any) -> int:
+    flavour = known.ACTIVATIONS.get(type(module))
+    if flavour is None:
+        raise Unknown(f"there is no kernel for the activation {type(module).__name__}")
+    return flavour
 
 
 def numbers_at(op: dict[int, int]) -> dict[int, int]:

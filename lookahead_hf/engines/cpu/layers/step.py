@@ -17,9 +17,9 @@ from lookahead_hf.engines.cpu.kernels.program import (
     segment_of,
     tile_floats,
 )
-from lookahead_hf.engines.cpu.layers.room import Arguments, Room, Unit, plan_of
+from lookahead_hf.engines.cpu.layers.workspace import Arguments, CompiledLayer, Workspace, plan_for
 from lookahead_hf.model import compat
-from lookahead_hf.runner import attention, watch
+from lookahead_hf.runner import attention
 from lookahead_hf.runner.forward import ForwardContext
 
 _logger = logging.getLogger(__name__)
@@ -55,16 +55,18 @@ class LayerStep:
     """The forward in progress on one thread.
 
     Attributes:
-        room: The memory that it works in.
+        workspace: The memory that it works in.
         num_computed: Layers that kernels computed.
         num_own: Layers that ran their own code, although kernels know it.
         reasons: Why layers ran their own code.
     """
 
-    def __init__(self, room: Room, last: Unit | None, context: ForwardContext) -> None:
+    def __init__(
+        self, workspace: Workspace, last: CompiledLayer | None, context: ForwardContext
+    ) -> None:
         """Begin; `last` is the last layer if the model does nothing between its layers."""
-        self.room, self._last, self._context = room, last, context
-        self._pending: list[Unit] = []
+        self.workspace, self._last, self._context = workspace, last, context
+        self._pending: list[CompiledLayer] = []
         self._arguments: list[Arguments] = []
         self._stream: torch.Tensor | None = None
         self._next = self._pitch = self._span = 0
@@ -75,7 +77,7 @@ class LayerStep:
         self.num_computed, self.num_own, self.reasons = 0, 0, set[str]()
 
     def call(
-        self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, layer: CompiledLayer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> torch.Tensor | None:
         """Compute a layer, or note it for the last one to compute; None if it runs its own code.
 
@@ -85,12 +87,12 @@ class LayerStep:
         if self._is_trial:
             return None
         x = args[0] if len(args) == 1 else None
-        if self._pending and not (x is self._stream and unit.first == self._next):
+        if self._pending and not (x is self._stream and layer.first == self._next):
             raise Broken
         given: Arguments | None = None
-        reason = _refusal(unit, x)
-        if reason is None and unit.program.layer_index is not None:
-            given = self._arguments_of(unit, x, kwargs)
+        reason = _refusal(layer, x)
+        if reason is None and layer.program.layer_index is not None:
+            given = self._arguments_of(layer, x, kwargs)
             reason = execution.OTHER_ARGUMENTS if given is None else None
         if reason is not None:
             self.reasons.add(reason)
@@ -99,17 +101,17 @@ class LayerStep:
             return None
         assert x is not None
         if given is None:
-            return self._linear(unit, x)
-        if unit.is_trusted is None:
+            return self._linear(layer, x)
+        if layer.is_trusted is None:
             self._compute()
-            return self._try(unit, args, kwargs, given)
+            return self._try(layer, args, kwargs, given)
         if not self._pending:
             self._stream = x.clone()
         assert self._stream is not None
-        self._pending.append(unit)
-        self._next = unit.first + len(unit.program.ops)
+        self._pending.append(layer)
+        self._next = layer.first + len(layer.program.ops)
         self._arguments.append((self._stream.data_ptr(), *given[1:]))
-        if self._last is None or unit is self._last:
+        if self._last is None or layer is self._last:
             self._compute()
         return self._stream
 
@@ -130,17 +132,19 @@ class LayerStep:
             self.num_computed += len(self._pending)
             self._pending, self._arguments = [], []
 
-    def _run(self, units: list[Unit], given: list[Arguments], x: torch.Tensor) -> None:
-        head_dim = max(unit.program.head_dim for unit in units)
+    def _run(self, layers: list[CompiledLayer], given: list[Arguments], x: torch.Tensor) -> None:
+        head_dim = max(layer.program.head_dim for layer in layers)
         attending = SEGMENT * (self._pitch + 2 * head_dim) + 128
-        queries = segment_of(x.dtype) * max(unit.program.group for unit in units)
+        queries = segment_of(x.dtype) * max(layer.program.group for layer in layers)
         if self._span and queries:
             attending = max(attending, tile_floats(queries, self._span, head_dim))
-        self.room.run(units, given, x.numel() // x.shape[-1], attending)
+        self.workspace.run(layers, given, x.numel() // x.shape[-1], attending)
 
-    def _arguments_of(self, unit: Unit, x: Any, kwargs: dict[str, Any]) -> Arguments | None:
+    def _arguments_of(
+        self, layer: CompiledLayer, x: Any, kwargs: dict[str, Any]
+    ) -> Arguments | None:
         """Return where a layer's K and V, angles and plan are; None if its call is not known."""
-        program, cache = unit.program, compat.given_cache(kwargs)
+        program, cache = layer.program, compat.given_cache(kwargs)
         if type(cache) is not SlotCache:
             return None
         assert program.layer_index is not None
@@ -157,22 +161,22 @@ class LayerStep:
             return None
         if not (k.is_contiguous() and v.is_contiguous() and k.is_cpu):
             return None
-        config = unit.module.self_attn.config
+        config = layer.module.self_attn.config
         own = program.head_dim, program.is_rotated, x.dtype
         given = (*kwargs.values(), config, held.group, *own)
         if len(given) != len(self._known) or not all(map(operator.is_, given, self._known)):
-            self._shared = self._shared_by_layers(unit, x, kwargs, held.group)
+            self._shared = self._shared_by_layers(layer, x, kwargs, held.group)
             self._known = given
         shared = self._shared
         return None if shared is None else (0, 0, k.data_ptr(), v.data_ptr(), *shared)
 
     def _shared_by_layers(
-        self, unit: Unit, x: Any, kwargs: dict[str, Any], group: Any
+        self, layer: CompiledLayer, x: Any, kwargs: dict[str, Any], group: Any
     ) -> tuple[int, int, int, int, int] | None:
         """Return the arguments that layers with the same keywords share."""
         if any(kwargs[name] is not None for name in kwargs.keys() - _READ) or x.dim() != 3:
             return None
-        module = unit.module.self_attn
+        module = layer.module.self_attn
         name = attention.own_name(module.config) or "eager"
         if not attention.registered(self._context, name, module)[1]:
             return None
@@ -180,7 +184,7 @@ class LayerStep:
         most = segment_of(x.dtype)
         key = id(mask), id(group), most
         if key not in self._plans:
-            self._plans[key] = plan_of(self._context, mask, group, x.shape[0], x.shape[1], most)
+            self._plans[key] = plan_for(self._context, mask, group, x.shape[0], x.shape[1], most)
             self._held.append(mask)  # keeps its id taken
         plan = self._plans[key]
         if plan is None:
@@ -188,9 +192,9 @@ class LayerStep:
         self._pitch, self._slots = max(self._pitch, plan.pitch), plan.slots
         if most > SIDE_BY_SIDE:
             self._span = max(self._span, plan.span)
-        if not unit.program.is_rotated:
+        if not layer.program.is_rotated:
             return plan.address, 0, 0, 0, 0
-        angles = _angles(kwargs.get("position_embeddings"), x, unit.program.head_dim)
+        angles = _angles(kwargs.get("position_embeddings"), x, layer.program.head_dim)
         if angles is None:
             return None
         self._held += angles
@@ -198,37 +202,37 @@ class LayerStep:
         is_wide = int(cos.dtype is not x.dtype)
         return plan.address, cos.data_ptr(), sin.data_ptr(), cos.shape[-1], is_wide
 
-    def _linear(self, unit: Unit, x: torch.Tensor) -> torch.Tensor:
+    def _linear(self, layer: CompiledLayer, x: torch.Tensor) -> torch.Tensor:
         """Compute a lone linear layer."""
-        out = x.new_empty(*x.shape[:-1], unit.program.outputs)
-        self._run([unit], [(x.data_ptr(), out.data_ptr(), *_NOTHING[2:])], x)
-        if unit.is_trusted is None:
-            own: torch.Tensor = compat.own_call(unit.module, x)
-            self._judge(unit, own, _agree(out, own, own))
-            if not unit.is_trusted:
+        out = x.new_empty(*x.shape[:-1], layer.program.outputs)
+        self._run([layer], [(x.data_ptr(), out.data_ptr(), *_NOTHING[2:])], x)
+        if layer.is_trusted is None:
+            own: torch.Tensor = compat.own_call(layer.module, x)
+            self._judge(layer, own, _agree(out, own, own))
+            if not layer.is_trusted:
                 self.num_own += 1
                 return own
         self.num_computed += 1
         return out
 
     def _try(
-        self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], given: Arguments
+        self, layer: CompiledLayer, args: tuple[Any, ...], kwargs: dict[str, Any], given: Arguments
     ) -> torch.Tensor:
         """Run a layer's own code, then the kernels, and compare the results."""
         x: torch.Tensor = args[0]
-        stores = compat.given_cache(kwargs).layers[unit.program.layer_index].stores
+        stores = compat.given_cache(kwargs).layers[layer.program.layer_index].stores
         self._is_trial = True
         try:
-            own: torch.Tensor = compat.own_call(unit.module, *args, **kwargs)
+            own: torch.Tensor = compat.own_call(layer.module, *args, **kwargs)
         finally:
             self._is_trial = False
         slots, out = torch.from_numpy(self._slots), x.clone()
         written = [store.flatten(0, 1) for store in (stores.k_store, stores.v_store)]
         kept = [store[slots] for store in written]
-        self._run([unit], [(out.data_ptr(), *given[1:])], x)
+        self._run([layer], [(out.data_ptr(), *given[1:])], x)
         agrees = _agree(out, own, own - x)
         agrees &= all(_agree(w[slots], k, k) for w, k in zip(written, kept, strict=True))
-        self._judge(unit, own, agrees)
+        self._judge(layer, own, agrees)
         if agrees:
             self.num_computed += 1
             return out
@@ -237,19 +241,19 @@ class LayerStep:
         self.num_own += 1
         return own
 
-    def _judge(self, unit: Unit, own: torch.Tensor, agrees: bool) -> None:
-        """Remember whether a unit agrees with its module; NaN proves nothing."""
+    def _judge(self, layer: CompiledLayer, own: torch.Tensor, agrees: bool) -> None:
+        """Remember whether a layer agrees with its module; NaN proves nothing."""
         if bool(own.isfinite().all()):
-            unit.is_trusted = agrees
+            layer.is_trusted = agrees
             if not agrees:
                 self.reasons.add(execution.DIFFERED)
                 _logger.info("the kernels do not reproduce a layer, which runs its own code")
 
 
-def _refusal(unit: Unit, x: Any) -> str | None:
-    """Return why a unit runs its own code, None if the kernels may compute it."""
-    program = unit.program
-    if unit.is_trusted is False:
+def _refusal(layer: CompiledLayer, x: Any) -> str | None:
+    """Return why a layer runs its own code, None if the kernels may compute it."""
+    program = layer.program
+    if layer.is_trusted is False:
         return execution.DIFFERED
     if torch.is_grad_enabled() or compat.is_autocast():
         return execution.GRADIENTS
@@ -263,9 +267,10 @@ def _refusal(unit: Unit, x: Any) -> str | None:
         return execution.OTHER_NUMBERS
     if x.numel() > MOST_TOKENS * program.size:
         return execution.TOO_LARGE_A_BLOCK
-    if program.is_hooked() and any(map(watch.is_hooked, program.modules)):
+    is_current = program.watch.are_modules_current()
+    if (program.watch.was_hooked or not is_current) and program.watch.is_hooked():
         return execution.HOOKS
-    return execution.CHANGED if program.is_changed() else None
+    return None if is_current else execution.CHANGED
 
 
 def _angles(given: Any, x: torch.Tensor, head_dim: int) -> list[torch.Tensor] | None:

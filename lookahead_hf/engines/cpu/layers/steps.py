@@ -13,7 +13,6 @@ from lookahead_hf.engines.cpu import team
 from lookahead_hf.engines.cpu.kernels import program
 from lookahead_hf.engines.cpu.layers.compiled import CompiledLayers
 from lookahead_hf.engines.cpu.layers.step import Broken
-from lookahead_hf.engines.cpu.layers.trial import width_of
 from lookahead_hf.model import compat
 from lookahead_hf.model.state import state_of
 from lookahead_hf.ngram_pool import compilation
@@ -33,7 +32,6 @@ class CompiledSteps:
     The attributes are those of `LayerSteps`; `counts` is empty if a call does not use the kernels.
     """
 
-    was_timed = False
     most_tokens = program.MOST_TOKENS
 
     def __init__(self, model: Any, asked: bool | str = True, refusal: str | None = None) -> None:
@@ -53,13 +51,10 @@ class CompiledSteps:
         self.counts: dict[str, int] = {}
         if self._layers is not None:
             self.reasons |= self._layers.refused
-            self._lost = self._layers.trial.lost  # in one call a width goes one way
-        self.is_used = self._layers is not None and bool(self._layers.units)
+        self.is_used = self._layers is not None and bool(self._layers.layers)
         self._must_read = self.is_used and asked == "everywhere"
         is_faster = self.is_used and compat.multiplies_slowly(model.dtype)
         self.reads_prompts = self._must_read or is_faster
-        if self.reads_prompts:  # and the same bits matter more than time
-            self._lost = frozenset()
 
     def renewed(self) -> CompiledSteps:
         """Return the steps of the same call for weights that may have changed."""
@@ -70,21 +65,14 @@ class CompiledSteps:
         if self._must_read:
             self.reasons.add(execution.PROMPT)
 
-    def run(self, forward: Callable[[], Any], num_tokens: int) -> Any:
-        """Run a forward of `num_tokens` tokens, with the kernels where nothing forbids it.
-
-        `forward` may be called several times.
-        """
+    def run(self, forward: Callable[[], Any]) -> Any:
+        """Run a forward, with the kernels where nothing forbids it; `forward` may run twice."""
         layers, self.is_used = self._layers, False
-        if layers is None or not layers.units:
+        if layers is None or not layers.layers:
             return forward()
-        width = width_of(num_tokens)
-        reason = execution.SLOWER if width in self._lost else layers.refusal()
+        reason = layers.refusal()
         if reason is None:
             try:
-                self.was_timed = not self.reads_prompts and layers.is_due(width)
-                if self.was_timed:
-                    layers.trial.time(width, forward, lambda: layers.run(forward))
                 outputs, step = layers.run(forward)
             except Broken:
                 _logger.info("a forward runs again without the kernels", exc_info=True)
@@ -93,7 +81,7 @@ class CompiledSteps:
                 self._note(step.num_computed, step.num_own + layers.num_refused)
                 self.reasons |= step.reasons
                 return outputs
-        self._note(0, len(layers.units) + layers.num_refused)
+        self._note(0, len(layers.layers) + layers.num_refused)
         self.reasons.add(reason)
         return forward()
 
@@ -112,9 +100,12 @@ def runner(options: StepOptions) -> Runner:
 
 
 def groups_of(model: Any) -> list[Functions]:
-    """Return the compiled functions that calls on a model need, in the order of need."""
+    """Return the compiled functions that calls on a model need, those first that pay first.
+
+    Kernels, which take a third of the time to compile, make steps without drafts faster, too.
+    """
     dtypes = (each.dtype for each in model.parameters())  # a few layers may have another
-    return [compilation.drafting, *program.groups_of([model.dtype, *dtypes])]
+    return [*program.groups_of([model.dtype, *dtypes]), compilation.drafting]
 
 
 def _refusal(model: Any, waits: bool) -> str | None:
@@ -125,7 +116,7 @@ def _refusal(model: Any, waits: bool) -> str | None:
         return None
     groups = groups_of(model)
     compilation.wait(groups) if waits else compilation.request(groups)
-    kernels = groups[1:]
+    kernels = groups[:-1]
     if all(each.ready(LOADING_SECONDS) for each in kernels):
         return None
     is_failed = not all(each.is_available() for each in kernels)

@@ -40,7 +40,7 @@ def COMMAND(arguments: Arguments, screen: Screen) -> None:
     import lookahead_hf.drafting.registry  # noqa: F401
     from lookahead_hf.engines.cpu.kernels.program import groups_of
 
-    groups = [compilation.drafting, *groups_of(getattr(torch, each) for each in arguments.dtype)]
+    groups = [*groups_of(getattr(torch, each) for each in arguments.dtype), compilation.drafting]
     start = time.monotonic()
     if screen.shows_progress:
         wait_for_functions(screen, groups)

@@ -13,10 +13,10 @@ from torch import nn
 
 from lookahead_hf.engines.cpu.kernels import fields
 from lookahead_hf.engines.cpu.kernels.program import MOST_TOKENS, Plan
-from lookahead_hf.engines.cpu.layers.descriptions import of_layer, of_linear
+from lookahead_hf.engines.cpu.layers.descriptions import describe_layer, describe_linear
 from lookahead_hf.engines.cpu.layers.programs import Unknown
-from lookahead_hf.engines.cpu.layers.room import Room, Unit
 from lookahead_hf.engines.cpu.layers.step import LayerStep
+from lookahead_hf.engines.cpu.layers.workspace import CompiledLayer, Workspace
 from lookahead_hf.runner.forward import ForwardContext
 from tests.helpers.bounds import bounds_checked, check_plan
 from tests.helpers.caches import CACHE
@@ -57,20 +57,20 @@ CUTS: dict[str, Callable[[Any], None]] = {
 @pytest.mark.parametrize("name", CUTS)
 def test_weights_that_do_not_fit_are_not_computed(name: str) -> None:
     layer = tiny("llama").model.layers[0]
-    of_layer(layer)
+    describe_layer(layer)
     CUTS[name](layer)
     with pytest.raises(Unknown):
-        of_layer(layer)
+        describe_layer(layer)
 
 
 @pytest.mark.parametrize("change", [on_meta, freed])
 def test_a_weight_without_memory_is_not_computed(change: Callable[[Any], None]) -> None:
     model = tiny("llama")
-    program = of_layer(model.model.layers[1])
+    program = describe_layer(model.model.layers[1])
     change(model)
-    assert program.is_changed()
+    assert change is freed or not program.watch.are_modules_current()
     with pytest.raises(Unknown):
-        of_layer(model.model.layers[1])
+        describe_layer(model.model.layers[1])
 
 
 def of_other_dtype(model: Any) -> None:
@@ -82,15 +82,15 @@ def of_other_dtype(model: Any) -> None:
 def test_memory_is_asked_for_again_before_it_is_read(change: Callable[[Any], None]) -> None:
     model = tiny("llama")
     module = model.model.layers[1].mlp.up_proj
-    unit = Unit(module, of_linear(module), 0)
+    layer = CompiledLayer(module, describe_linear(module), 0)
     x, out = torch.randn(1, 48), torch.empty(1, 96)
     given = (x.data_ptr(), out.data_ptr(), 0, 0, 0, 0, 0, 0, 0)
-    room = Room([unit])
-    room.run([unit], [given], 1, 0)
+    workspace = Workspace([layer])
+    workspace.run([layer], [given], 1, 0)
     torch.testing.assert_close(out, module(x))
     change(model)
     with pytest.raises(RuntimeError, match="freed or changed within a forward"):
-        room.run([unit], [given], 1, 0)
+        workspace.run([layer], [given], 1, 0)
 
 
 @pytest.mark.parametrize("name", ["k_store", "v_store"])
@@ -100,13 +100,13 @@ def test_a_store_of_other_slots_than_the_cache_is_not_written(name: str) -> None
     given = {"layer_index": 0, "shared_heads": 1, "head_dim": stores.k_store.shape[3]}
     program = SimpleNamespace(dtype=stores.k_store.dtype, is_rotated=False, **given)
     module = SimpleNamespace(self_attn=SimpleNamespace(config=None))
-    unit: Any = SimpleNamespace(program=program, module=module)
-    step: Any = LayerStep(Room([]), None, ForwardContext())
+    layer: Any = SimpleNamespace(program=program, module=module)
+    step: Any = LayerStep(Workspace([]), None, ForwardContext())
     step._shared_by_layers = lambda *_: (0, 0, 0, 0, 0)
     for cut in (slice(None), (slice(None), slice(-1)), slice(1)):
         kept = getattr(stores, name)
         setattr(stores, name, kept[cut].clone())
-        given = step._arguments_of(unit, torch.zeros(2, 1, 8), {CACHE: cache})
+        given = step._arguments_of(layer, torch.zeros(2, 1, 8), {CACHE: cache})
         assert (given is None) == (cut != slice(None))
         setattr(stores, name, kept)
 
@@ -115,36 +115,36 @@ def test_a_store_of_other_slots_than_the_cache_is_not_written(name: str) -> None
 
 
 @pytest.fixture
-def checked() -> Iterator[list[Unit]]:
+def checked() -> Iterator[list[CompiledLayer]]:
     with bounds_checked() as done:
         yield done
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_families_stay_within_bounds(name: str, checked: list[Unit]) -> None:
+def test_families_stay_within_bounds(name: str, checked: list[CompiledLayer]) -> None:
     assert run(tiny(name), True).execution == "compiled"
     assert len(checked) > 20
 
 
 def test_a_program_out_of_bounds_raises(
-    checked: list[Unit], monkeypatch: pytest.MonkeyPatch
+    checked: list[CompiledLayer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = tiny("llama").model.layers[1].mlp.up_proj
     x, out = torch.randn(1, 48), torch.empty(1, 96)
     given = (x.data_ptr(), out.data_ptr(), 0, 0, 0, 0, 0, 0, 0)
-    unit = Unit(module, of_linear(module), 0)
-    room = Room([unit])
-    room.run([unit], [given], 1, 0)
+    layer = CompiledLayer(module, describe_linear(module), 0)
+    workspace = Workspace([layer])
+    workspace.run([layer], [given], 1, 0)
     with pytest.raises(IndexError, match="the address of stream"):
-        room.run([unit], [(0, *given[1:])], 1, 0)
+        workspace.run([layer], [(0, *given[1:])], 1, 0)
     with pytest.raises(IndexError, match="tokens"):
-        room.run([unit], [given], MOST_TOKENS + 1, 0)
-    monkeypatch.setattr(type(unit.program), "floats", lambda *_: 0)
+        workspace.run([layer], [given], MOST_TOKENS + 1, 0)
+    monkeypatch.setattr(type(layer.program), "floats", lambda *_: 0)
     with pytest.raises(IndexError, match="scratch of operation 0"):
-        room.run([unit], [given], 1, 0)
-    unit.program.places[2] = unit.program.places[2]._replace(offset=4 * 48)
+        workspace.run([layer], [given], 1, 0)
+    layer.program.places[2] = layer.program.places[2]._replace(offset=4 * 48)
     with pytest.raises(IndexError, match=f"field {fields.WEIGHT} of operation 0"):
-        Room([unit]).run([unit], [given], 1, 0)
+        Workspace([layer]).run([layer], [given], 1, 0)
 
 
 def test_a_plan_out_of_bounds_raises() -> None:

@@ -12,7 +12,7 @@ import torch
 from lookahead_hf.cache.slots import Block as Place
 from lookahead_hf.engines.cpu.kernels import fields
 from lookahead_hf.engines.cpu.kernels.program import Plan
-from lookahead_hf.engines.cpu.layers.room import plan_of
+from lookahead_hf.engines.cpu.layers.workspace import plan_for
 from lookahead_hf.runner.forward import ForwardContext
 from tests.helpers.blocks import random_block
 from tests.helpers.bounds import check_plan
@@ -50,7 +50,7 @@ def test_plans_show_what_masks_show(seed: int) -> None:
         group = group_of(rows, visible, flat_slots=torch.from_numpy(slots.ravel()))
         block.held = {kind: held._replace(group=group) for kind, held in block.held.items()}
         mask = block.make_masks(is_causal=False, lazy=True)[name]
-        plan = plan_of(ForwardContext(block), mask, group, rows, width)
+        plan = plan_for(ForwardContext(block), mask, group, rows, width)
         assert plan is not None
         check_plan(plan, rows, visible)
         assert np.array_equal(seen_by(plan, rows, width, visible), expected[name])
@@ -69,7 +69,7 @@ def test_no_plan_of_another_mask_or_block() -> None:
         block.held = {kind: held._replace(group=group) for kind, held in block.held.items()}
         mask = block.make_masks(is_causal=False)["all"]
         given = mask if change is None else change(mask)
-        return plan_of(ForwardContext(block), given, group, rows, width)
+        return plan_for(ForwardContext(block), given, group, rows, width)
 
     assert planned(group_of(rows, visible, flat_slots=slots)) is not None
     assert planned(group_of(rows, visible, flat_slots=slots), change=torch.clone) is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
 from typing import Any
 
 import pytest
@@ -16,20 +15,18 @@ from transformers.models.llama import modeling_llama
 
 import lookahead_hf
 from lookahead_hf.call import execution
-from lookahead_hf.engines.cpu.layers import trial
 from lookahead_hf.engines.cpu.layers.compiled import CompiledLayers
-from lookahead_hf.engines.cpu.layers.room import Room
 from lookahead_hf.engines.cpu.layers.step import LayerStep
 from lookahead_hf.engines.cpu.layers.steps import groups_of
+from lookahead_hf.engines.cpu.layers.workspace import Workspace
 from lookahead_hf.model import compat
-from lookahead_hf.model.state import state_of
 from lookahead_hf.ngram_pool import compilation
 from lookahead_hf.runner.install import shared_change
 from lookahead_hf.stats import SpeculativeStats
 from tests.helpers.changes import hooked
 from tests.helpers.compiled import run
 from tests.helpers.compiling import Elsewhere, nothing_compiled
-from tests.helpers.models import prompt, tiny
+from tests.helpers.models import tiny
 
 NUM_LAYERS = 4
 """Layers of the tiny Llama. If all are served, its output layer is so, too."""
@@ -66,22 +63,12 @@ def test_another_call_of_a_layer_is_left_in_its_place(in_mid_call: bool) -> None
         assert stats.layers == {"compiled": NUM_LAYERS, "model": 1}
 
 
-@pytest.mark.slow
-def test_a_layer_may_be_compiled_by_torch_in_mid_call() -> None:
-    model = tiny("llama")
-    run(model, True)
-    stats = run_as_plain(model, lambda: model.model.layers[1].compile(backend="eager"))
-    assert stats.execution == "compiled" and stats.own_code == (execution.OTHER_CALL,)
-    stats = run_as_plain(model)  # uncompiled by torch
-    assert stats.layers == {"compiled": 1 + NUM_LAYERS, "model": 0}
-
-
 def test_the_calls_of_another_description_are_left_in_their_place() -> None:
     """Two threads have described the model, and something was changed between."""
     model = tiny("llama")
     run(model, True)
     another = CompiledLayers(model)
-    with shared_change(another._users, another._put_under, another._take_out):
+    with shared_change(another._users, another._install, another._remove):
         stats = run_as_plain(model)
     assert stats.execution == "model" and stats.own_code == (execution.OTHER_CALL,)
     assert run_as_plain(model).own_code == ()
@@ -96,8 +83,8 @@ def test_a_call_that_changes_while_layers_wait_runs_again(
     run(model, True)
     waited: list[int] = []
 
-    def call(self: Any, unit: Any, *given: Any) -> Any:
-        out = inner(self, unit, *given)
+    def call(self: Any, *given: Any) -> Any:
+        out = inner(self, *given)
         if self._pending and not waited:
             waited.append(len(self._pending))
             called_by_another(model, index)
@@ -111,7 +98,8 @@ def test_a_call_that_changes_while_layers_wait_runs_again(
 
 
 @pytest.mark.parametrize(
-    ("of", "name"), [(Room, "run"), (LayerStep, "_arguments_of"), (CompiledLayers, "is_whole")]
+    ("of", "name"),
+    [(Workspace, "run"), (LayerStep, "_arguments_of"), (CompiledLayers, "_is_whole")],
 )
 def test_an_error_of_ours_ends_in_the_models_own_code(
     of: Any, name: str, monkeypatch: pytest.MonkeyPatch
@@ -220,55 +208,11 @@ def test_the_statistics_say_which_layers_run_how(
     assert stats.to_dict()["layers"] == layers
 
 
-@pytest.mark.parametrize(("own", "is_faster"), [(0.5, True), (0.9, False), (2.0, False)])
-def test_with_amx_a_width_goes_the_faster_way(
-    own: float, is_faster: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, now = tiny("llama").to(torch.bfloat16), [0.0]
-    ours, forward = CompiledLayers.run, type(model).forward
-
-    def by_kernels(self: Any, *given: Any) -> Any:
-        now[0] += 1.0 - own
-        return ours(self, *given)
-
-    @wraps(forward)
-    def forwards(self: Any, *args: Any, **kwargs: Any) -> Any:
-        now[0] += own
-        return forward(self, *args, **kwargs)
-
-    lookahead_hf.enable(model)
-    call = {"max_new_tokens": 20, "do_sample": False, "speculative": {"budget": 0}}
-    expected = model.generate(prompt(), **call).tolist()
-    lookahead_hf.disable(model)
-    monkeypatch.setattr(trial, "has_own_instructions", lambda dtype: True)
-    monkeypatch.setattr(compat, "multiplies_slowly", lambda dtype: False)
-    monkeypatch.setattr(trial, "clock", lambda: now[0])
-    monkeypatch.setattr(CompiledLayers, "run", by_kernels)
-    monkeypatch.setattr(type(model), "forward", forwards)
-    lookahead_hf.enable(model)
-    trials = []
-    for at in range(2):
-        text = model.generate(prompt(), **call).tolist()
-        assert at or text == expected, "the trial has left its mark"
-        trials.append(stats_of(model))
-    assert trials[0].execution == "compiled" and trials[0].own_code == ()
-    assert trials[1].execution == ("model" if is_faster else "compiled")
-    assert trials[1].own_code == ((execution.SLOWER,) if is_faster else ())
-    kept = state_of(model).get(CompiledLayers)
-    assert kept is not None and kept.trial.lost == ({1} if is_faster else set())
-
-
-def test_without_amx_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "has_own_instructions", lambda dtype: False)
-    monkeypatch.setattr(trial.Trial, "time", None)
-    run(tiny("llama").to(torch.bfloat16), True)
-
-
 def test_a_model_needs_the_kernels_of_its_dtypes() -> None:
     model = tiny("llama").half()
-    assert [each.name for each in groups_of(model)] == ["drafting", "common", "float16"]
+    assert [each.name for each in groups_of(model)] == ["common", "float16", "drafting"]
     model.lm_head.float()
-    assert [each.name for each in groups_of(model)][2:] == ["float16", "float32"]
+    assert [each.name for each in groups_of(model)][1:3] == ["float16", "float32"]
     assert [each.name for each in groups_of(tiny("llama").double())] == ["drafting"]
 
 

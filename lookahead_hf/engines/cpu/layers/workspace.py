@@ -11,12 +11,12 @@ import torch
 from lookahead_hf.block.block import Block
 from lookahead_hf.cache.slots import SlotGroup
 from lookahead_hf.engines.cpu.kernels import fields
-from lookahead_hf.engines.cpu.kernels.program import MOST_TOKENS, Part, Plan, Workspace
+from lookahead_hf.engines.cpu.kernels.program import MOST_TOKENS, JobRunner, Part, Plan
 from lookahead_hf.engines.cpu.layers.programs import Program
 from lookahead_hf.runner.forward import ForwardContext
 
 
-def plan_of(
+def plan_for(
     context: ForwardContext,
     mask: Any,
     group: SlotGroup,
@@ -70,13 +70,13 @@ ARGUMENTS = ("stream", "out", "k_store", "v_store", "plan", "cos", "sin", "rotat
 Arguments = tuple[int, int, int, int, int, int, int, int, int]
 
 
-class Unit:
+class CompiledLayer:
     """A layer that kernels compute.
 
     Attributes:
         module: A decoder layer, or a linear layer outside of those.
         program: Its operations.
-        first: Place of the first of them among those of all units.
+        first: Place of the first of them among those of all layers.
         is_trusted: Whether the kernels reproduced the module in its first step; None before that.
     """
 
@@ -85,26 +85,26 @@ class Unit:
         self.is_trusted: bool | None = None
 
 
-class Room:
-    """Operations of all `units`, and the buffers that they work in."""
+class Workspace:
+    """Operations of all `layers`, and the buffers that they work in."""
 
-    def __init__(self, units: Sequence[Unit]) -> None:
-        self.units = units
-        count = sum(len(unit.program.ops) for unit in units)
+    def __init__(self, layers: Sequence[CompiledLayer]) -> None:
+        self.layers = layers
+        count = sum(len(layer.program.ops) for layer in layers)
         ops = np.zeros((count, fields.OP_FIELDS), np.int64)
         self._ops = ops
         self._flat, self._addresses = ops.reshape(-1), dict[tuple[int, int], "_Addresses"]()
         self._buffers: dict[tuple[str, int, torch.dtype], torch.Tensor] = {}
-        for unit in units:
-            program = unit.program
-            for at, values in enumerate(program.ops, unit.first):
+        for layer in layers:
+            program = layer.program
+            for at, values in enumerate(program.ops, layer.first):
                 ops[at, list(values)] = list(values.values())
             for place in program.places:
                 if place.of in program.buffers:
-                    at = (unit.first + place.op) * fields.OP_FIELDS + place.field
+                    at = (layer.first + place.op) * fields.OP_FIELDS + place.field
                     self._flat[at] = self._buffer(str(place.of), program).data_ptr()
-        dtypes = {unit.program.dtype for unit in units}
-        self._spaces = {dtype: Workspace(ops, dtype) for dtype in dtypes}
+        dtypes = {layer.program.dtype for layer in layers}
+        self._runners = {dtype: JobRunner(ops, dtype) for dtype in dtypes}
 
     def _buffer(self, name: str, program: Program) -> torch.Tensor:
         key = name, program.buffers[name], program.dtype
@@ -113,43 +113,47 @@ class Room:
         return self._buffers[key]
 
     def run(
-        self, units: Sequence[Unit], given: Sequence[Arguments], num_tokens: int, floats: int
+        self,
+        layers: Sequence[CompiledLayer],
+        given: Sequence[Arguments],
+        num_tokens: int,
+        floats: int,
     ) -> None:
-        """Run the programs of consecutive units, each with its arguments, on a block of tokens.
+        """Run the programs of consecutive layers, each with its arguments, on a block of tokens.
 
         Attention needs room for `floats` float32 numbers per thread.
         """
-        key = units[0].first, len(units)
+        key = layers[0].first, len(layers)
         if key not in self._addresses:
-            self._addresses[key] = _Addresses(units)
+            self._addresses[key] = _Addresses(layers)
         held = self._addresses[key].fill(self._flat, given)
-        floats = max(floats, *(unit.program.floats(num_tokens) for unit in units))
-        self._launch(units, num_tokens, floats)
+        floats = max(floats, *(layer.program.floats(num_tokens) for layer in layers))
+        self._launch(layers, num_tokens, floats)
         del held  # not before: another thread may replace a weight in the meantime
 
-    def _launch(self, units: Sequence[Unit], num_tokens: int, floats: int) -> None:
-        """Carry out the operations of units, whose addresses are filled in."""
-        count = sum(len(unit.program.ops) for unit in units)
-        self._spaces[units[0].program.dtype].run(units[0].first, count, num_tokens, floats)
+    def _launch(self, layers: Sequence[CompiledLayer], num_tokens: int, floats: int) -> None:
+        """Carry out the operations of layers, whose addresses are filled in."""
+        count = sum(len(layer.program.ops) for layer in layers)
+        self._runners[layers[0].program.dtype].run(layers[0].first, count, num_tokens, floats)
 
 
 class _Addresses:
-    """The fields of units' operations that hold addresses of weights and arguments."""
+    """The fields of layers' operations that hold addresses of weights and arguments."""
 
-    def __init__(self, units: Sequence[Unit]) -> None:
-        self._tensors = [weight for unit in units for weight in unit.program.weights]
+    def __init__(self, layers: Sequence[CompiledLayer]) -> None:
+        self._tensors = [weight for layer in layers for weight in layer.program.weights]
         self._dtypes = [weight.dtype for weight in self._tensors]
         self._sizes = np.array([weight.nbytes for weight in self._tensors], np.int64)
         weights, arguments = list[tuple[int, int, int]](), list[tuple[int, int]]()
         num_weights = 0
-        for index, unit in enumerate(units):
-            for op, field, of, offset in unit.program.places:
-                at = (unit.first + op) * fields.OP_FIELDS + field
+        for index, layer in enumerate(layers):
+            for op, field, of, offset in layer.program.places:
+                at = (layer.first + op) * fields.OP_FIELDS + field
                 if isinstance(of, int):
                     weights.append((at, num_weights + of, offset))
-                elif of not in unit.program.buffers:
+                elif of not in layer.program.buffers:
                     arguments.append((at, index * len(ARGUMENTS) + ARGUMENTS.index(of)))
-            num_weights += len(unit.program.weights)
+            num_weights += len(layer.program.weights)
         self._weight_at, self._weight, self._offset = np.array(weights, np.int64).T
         self._argument_at, self._argument = np.array(arguments, np.int64).T
 
