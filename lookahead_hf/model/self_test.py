@@ -118,7 +118,7 @@ def _is_all_by_kernel(model: Any, width: int) -> bool:
     runner = Runner(model, 1, BlockShape(width, width, by_kernel=True))
     rows, counts = Rows(ids.to("cpu").numpy()), runner.by_kernel
     with patched(model):
-        start(runner, ids, compat.DynamicCache(config=model.config))
+        start(runner, ids)
         rows.emit(0, PROMPT)
         runner.launch(rows, DraftTree.empty(1))
     assert counts is not None
@@ -211,9 +211,8 @@ def _ragged(
 ) -> Logits:
     """Return the logits of rows of one text that advance by these counts of right tokens."""
     rows, every, got = Rows(prompt.to("cpu").numpy()), range(len(prompt)), Logits()
-    cache = compat.DynamicCache(config=runner.model.config)
     begun = slice(0, -2) if runner.is_flat else slice(None)
-    start(runner, prompt[:, begun], cache, mask[:, begun])
+    start(runner, prompt[:, begun], mask[:, begun])
     if runner.is_flat:
         runner.run(list(prompt[:, -2:].cpu().numpy()), DraftTree.empty(len(rows.live)))
         runner.keep(np.ones(len(rows.live), np.int64))

@@ -178,7 +178,9 @@ class LayerStep:
             return None
         module = layer.module.self_attn
         name = attention.own_name(module.config) or "eager"
-        if not attention.registered(self._context, name, module)[1]:
+        function, is_stock = attention.registered(self._context, name, module)
+        caps = getattr(module, "attn_logit_softcapping", None)  # which torch's looks past
+        if not is_stock or (caps and function is compat.SDPA):
             return None
         mask = kwargs.get("attention_mask")
         most = segment_of(x.dtype)
