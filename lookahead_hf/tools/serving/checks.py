@@ -370,9 +370,9 @@ def media(body: Mapping[str, Any]) -> str | None:
     for message in messages if isinstance(messages, list) else ():
         content = message.get("content") if isinstance(message, Mapping) else None
         for part in content if isinstance(content, list) else [message]:
-            kind = part.get("type") if isinstance(part, Mapping) else None
-            if kind in [*_MEDIA]:  # of fields that the path does not read it may be anything
-                return str(kind)
+            # In fields that the path does not read there may be anything.
+            if isinstance(part, Mapping) and part.get("type") in [*_MEDIA]:
+                return str(part["type"])
     return None
 
 

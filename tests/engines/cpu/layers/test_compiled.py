@@ -257,11 +257,6 @@ def by_functional_linear(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(nn.functional, "linear", lambda *args: linear(*args) * 0.5)
 
 
-def by_the_class_of_norms(patch: pytest.MonkeyPatch) -> None:
-    forward = modeling_llama.LlamaRMSNorm.forward
-    patch.setattr(modeling_llama.LlamaRMSNorm, "forward", lambda self, x: forward(self, x) * 0.5)
-
-
 def by_a_wrapper_of_the_class(patch: pytest.MonkeyPatch) -> None:
     """One that says what it wraps."""
     forward = modeling_llama.LlamaMLP.forward
@@ -284,13 +279,11 @@ def by_the_attention_of_the_file(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+def halved(*args: Any, **kwargs: Any) -> Any:
+    return compat.SDPA(*args, **kwargs)[0] * 0.5, None
+
+
 def by_the_registry_of_the_file(patch: pytest.MonkeyPatch) -> None:
-    attend = modeling_llama.ALL_ATTENTION_FUNCTIONS["sdpa"]
-
-    def halved(*args: Any, **kwargs: Any) -> Any:
-        out, weights = attend(*args, **kwargs)
-        return out * 0.5, weights
-
     own = SimpleNamespace(get_interface=lambda *_: halved)
     patch.setattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS", own)
 
@@ -302,7 +295,6 @@ def by_the_registry_of_the_file(patch: pytest.MonkeyPatch) -> None:
         by_a_patched_function,
         by_the_class_of_linear_layers,
         by_functional_linear,
-        by_the_class_of_norms,
         by_a_wrapper_of_the_class,
         by_the_call_of_the_class,
         by_the_attention_of_the_file,
@@ -448,13 +440,8 @@ def test_attention_registered_as_eager_is_not_computed(monkeypatch: pytest.Monke
     model = single()
     model.set_attn_implementation("eager")
     assert run(model, True).execution == "compiled"
-
-    def attend(module: Any, *args: Any, **kwargs: Any) -> Any:
-        out, weights = modeling_llama.eager_attention_forward(module, *args, **kwargs)
-        return out * 0.5, weights
-
     before = run(model, False).text
-    monkeypatch.setitem(AttentionInterface._global_mapping, "eager", attend)
+    monkeypatch.setitem(AttentionInterface._global_mapping, "eager", halved)
     changed = run(model, False).text
     assert run(model, True).text == changed != before
 
