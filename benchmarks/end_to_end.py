@@ -106,11 +106,11 @@ def main(argv: list[str] | None = None) -> None:
         print("interrupted: the result is that of a part", file=sys.stderr)
     print(json.dumps(about))
     lines = summarize(runs)
-    partings = check_texts(model, batches, runs, shared)
-    print_lines(lines, partings)
+    divergences = check_texts(model, batches, runs, shared)
+    print_lines(lines, divergences)
     if empty := [f"{line.system}, {line.family}" for line in lines if not line.tokens]:
         raise SystemExit(f"nothing was written by: {'; '.join(empty)}")
-    if not are_near_ties(partings):
+    if not are_near_ties(divergences):
         raise SystemExit("A BUG: a speculative text parts from plain's where there is no near tie.")
 
 

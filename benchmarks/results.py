@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from lookahead_hf.tools.cli.measuring import PLAIN, Batch, Line, Run, summarize
-from lookahead_hf.tools.cli.near_ties import Parting, describe, find_partings
+from lookahead_hf.tools.cli.near_ties import Divergence, describe, find_divergences
 
-Partings = dict[tuple[str, str], list[Parting | None]]
+Divergences = dict[tuple[str, str], list[Divergence | None]]
 """How every text parts from plain's, by family and system; None is an identical text."""
 
 
 def check_texts(
     model: Any, batches: Sequence[Batch], runs: Sequence[Run], shared: dict[str, Any]
-) -> Partings:
+) -> Divergences:
     """Compare the speculative texts of all rounds with plain's.
 
     Args:
@@ -26,7 +26,7 @@ def check_texts(
         runs: What `measure` yielded: all systems of the first batch, then of the second.
         shared: The arguments that all systems passed to `generate`.
     """
-    found: Partings = defaultdict(list)
+    found: Divergences = defaultdict(list)
     num_systems = len({run.system for run in runs})
     for seed, batch in enumerate(batches[: len(runs) // max(1, num_systems)]):
         chosen = runs[seed * num_systems : (seed + 1) * num_systems]
@@ -34,19 +34,19 @@ def check_texts(
         ours = [(run.system, call.rows) for run in chosen for call in run.calls if call.stats]
         inputs = {name: tensor.to(model.device) for name, tensor in batch.inputs.items()}
         texts = [rows for _, rows in ours]
-        partings = find_partings(model, {**inputs, **shared}, plain, texts, seed)
-        for (system, _), rows in zip(ours, partings, strict=True):
+        divergences = find_divergences(model, {**inputs, **shared}, plain, texts, seed)
+        for (system, _), rows in zip(ours, divergences, strict=True):
             for family in (batch.family, "all"):
                 found[family, system] += rows
     return found
 
 
-def are_near_ties(partings: Partings) -> bool:
+def are_near_ties(divergences: Divergences) -> bool:
     """Whether rounding explains every difference."""
-    return all(each is None or each.is_near_tie for rows in partings.values() for each in rows)
+    return all(each is None or each.is_near_tie for rows in divergences.values() for each in rows)
 
 
-def print_lines(lines: list[Line], partings: Partings | None = None) -> None:
+def print_lines(lines: list[Line], divergences: Divergences | None = None) -> None:
     """The result as a Markdown table."""
     print(
         "| family | system | tokens/s | ratio | tokens per step | outside forward | identical "
@@ -55,7 +55,7 @@ def print_lines(lines: list[Line], partings: Partings | None = None) -> None:
     print("|---|---|---|---|---|---|---|---|")
     for line in lines:
         outside = "" if line.outside_forward is None else f"{line.outside_forward:.1%}"
-        rows = (partings or {}).get((line.family, line.system))
+        rows = (divergences or {}).get((line.family, line.system))
         print(
             f"| {line.family} | {line.system} | {line.tokens_per_second:.1f} | {line.ratio:.2f} "
             f"| {line.tokens_per_step:.2f} | {outside} | {line.identical:.0%} of {line.texts} "

@@ -197,7 +197,7 @@ class Bench:
                 # With room for one token no step follows, and none tries what layers read.
                 given = {"room": max(2, 1 + nodes), "cuda_graphs": cuda_graphs}
             target: Any = (CudaRunner if on_device else Runner)(self.model, self.rows, **given)
-            start(target, self.prompt, DynamicCache(config=self.model.config))
+            start(target, self.prompt)
             texts, draft = self._texts(), self._draft(nodes)
             try:
                 if on_device:

@@ -26,8 +26,6 @@ class Rows:
         num_emitted: Tokens emitted so far, [rows] int64; in lockstep the pads of finished rows too.
         finished: Rows without a text or whose text has ended, [rows] bool.
         encoder_ids: Token ids of the encoder's input per row, for models that have one.
-        group: Which rows are siblings, texts of one prompt, [rows] int64: equal numbers; -1 if a
-            row has none.
         prompt_states: The target's last hidden states of the prompt, [rows, columns, hidden], while
             drafters begin, if one of them needs hidden states; None if they begin later.
     """
@@ -42,7 +40,6 @@ class Rows:
     ) -> None:
         self.num_rows, width = prompt_ids.shape
         self.encoder_ids = encoder_ids
-        self.group = np.full(self.num_rows, -1)
         self.num_emitted, self._text = np.zeros((2, self.num_rows), np.int64)
         self.finished = np.zeros(self.num_rows, bool)
         self._ids = np.empty((self.num_rows, width + 64), np.int64)
@@ -62,10 +59,9 @@ class Rows:
         rows.finished[:] = True
         return rows
 
-    def take(self, row: int, prompt_ids: np.ndarray, group: int = -1) -> None:
+    def take(self, row: int, prompt_ids: np.ndarray) -> None:
         """Begin another text in a row, behind an unpadded prompt, [columns] int64."""
         length = len(prompt_ids)
-        self.group[row] = group
         self._make_room(length)
         self._ids[row, :length] = self._context[row, :length] = prompt_ids
         self._width[row] = self._prompt_length[row] = length
@@ -189,19 +185,7 @@ def rows_of(
     ids, encoder_ids = input_ids.to("cpu").numpy(), _encoder_ids(encoder)
     if attended is not None:
         attended = attended[:, -ids.shape[1] :] if ids.shape[1] else None
-    rows = Rows(ids, attended, encoder_ids)
-    if ids.shape[1] and (encoder is None or encoder_ids is not None):
-        rows.group = _groups(rows)
-    return rows
-
-
-def _groups(rows: Rows) -> np.ndarray:
-    """Number the groups of rows that were given the same tokens, [rows]; -1 for single rows."""
-    given = []
-    for row in range(rows.num_rows):
-        encoder = b"" if rows.encoder_ids is None else rows.encoder_ids[row].tobytes()
-        given.append((rows.context(row).tobytes(), encoder))
-    return np.array([given.index(text) if given.count(text) > 1 else -1 for text in given])
+    return Rows(ids, attended, encoder_ids)
 
 
 def _encoder_ids(encoder: EncoderInputs | None) -> list[np.ndarray] | None:

@@ -215,8 +215,7 @@ def _measure(runner: Runner, context_length: int, most_nodes: int, limit: _Time)
     rows = Rows(ids)
     with patched(model):
         prompt = torch.from_numpy(ids).to(model.device)
-        cache = compat.DynamicCache(config=model.config)
-        start(runner, prompt, cache, position_ids=compat.text_positions(model, prompt))
+        start(runner, prompt)
         for row in range(num_rows):
             rows.emit(row, int(ids[row, 0]))
         limit.show("preparing layers, or capturing steps")

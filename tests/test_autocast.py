@@ -48,4 +48,4 @@ def test_a_verdict_holds_for_the_numerics_that_it_was_made_in(
     assert tried == [True, False]
     assert self_test.refusal(model.bfloat16()) == ("", "")
     assert tried == [True, False, False]
-    assert len(state_of(model).trials) == 3
+    assert len(state_of(model).self_tests) == 3

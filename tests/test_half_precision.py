@@ -13,7 +13,7 @@ import torch
 
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.tools.cli.measuring import end_tokens, until_end
-from lookahead_hf.tools.cli.near_ties import Parting, describe, find_partings
+from lookahead_hf.tools.cli.near_ties import Divergence, describe, find_divergences
 from tests.helpers.compared import served
 from tests.helpers.real_texts import encode, load_real_model, texts
 
@@ -49,7 +49,7 @@ def assert_near_ties(
 ) -> None:
     """Compare all texts in batches of `rows`; in every mode drafts must have been accepted."""
     model, tokenizer = loaded
-    found: dict[str, list[Parting | None]] = {mode: [] for mode in modes}
+    found: dict[str, list[Divergence | None]] = {mode: [] for mode in modes}
     accepted = dict.fromkeys(modes, 0)
     for first in range(0, len(prompts), rows):
         batch = encode(tokenizer, prompts[first : first + rows])
@@ -60,8 +60,8 @@ def assert_near_ties(
             stats = served(model)
             assert (stats.execution == "compiled") == ("compiled" in mode)
             accepted[mode] += stats.num_accepted
-        partings = find_partings(model, call, plain, ours, SEED)
-        for mode, of_batch in zip(modes, partings, strict=True):
+        divergences = find_divergences(model, call, plain, ours, SEED)
+        for mode, of_batch in zip(modes, divergences, strict=True):
             found[mode] += of_batch
     for mode, of_mode in found.items():
         how = f"{'sampled' if settings['do_sample'] else 'greedy'}, batch {rows}, {mode}"

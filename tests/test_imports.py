@@ -46,7 +46,7 @@ ROOMS = (
 OUTSIDE = ("distributed", "engines", "queue", "sources", "tools")
 """What the core does not import, so that it works without. All else is the core."""
 
-DOORS = {"__main__", "batching", "batching.request", "drafting.sources.pool", "ray"}
+DOORS = {"__main__", "ray"}
 """Modules that only give names to users. They import anything, and nothing imports them."""
 
 NARROW = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from lookahead_hf.rows import Rows, rows_of
+from lookahead_hf.rows import Rows
 
 
 def test_a_row_takes_one_text_after_another() -> None:
@@ -39,21 +39,3 @@ def test_pads_are_columns_but_no_context() -> None:
     assert rows.ids(0).tolist() == [0, 0, 7, 8] and rows.context(0).tolist() == [7, 8]
     rows.rewrite(0, torch.tensor([0, 0, 3, 9]))
     assert rows.context(0).tolist() == [3, 9] and rows.lengths.tolist() == [2, 3]
-
-
-def test_rows_with_the_same_tokens_are_siblings() -> None:
-    ids = torch.tensor([[0, 7, 8], [6, 7, 8], [0, 7, 8], [5, 5, 5], [6, 7, 8]])
-    mask = torch.tensor(
-        [[0, 1, 1], [1, 1, 1], [0, 1, 1], [1, 1, 1], [1, 1, 1]], dtype=torch.bool
-    ).numpy()
-    assert rows_of(ids, mask, None).group.tolist() == [0, 1, 0, -1, 1]
-    encoder = torch.tensor([[4], [4], [3], [4], [4]])
-    assert rows_of(ids, mask, (encoder, None)).group.tolist() == [-1, 1, -1, -1, 1]
-    states = torch.zeros(5, 1, 2)
-    assert rows_of(ids, mask, (states, None)).group.tolist() == [-1] * 5
-    assert rows_of(torch.empty(5, 0, dtype=torch.long), None, None).group.tolist() == [-1] * 5
-    rows = Rows.without_texts(2)
-    rows.take(1, np.array([5]), group=3)
-    assert rows.group.tolist() == [-1, 3]
-    rows.free(1)
-    assert rows.group.tolist() == [-1, -1]

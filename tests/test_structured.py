@@ -9,7 +9,6 @@ from typing import Any
 import llguidance.hf
 import numpy as np
 import pytest
-import torch
 import xgrammar
 from transformers import (
     LogitsProcessorList,
@@ -87,18 +86,6 @@ def test_with_other_processors(model: Any, is_behind: bool) -> None:
     assert stats.engine == "walk" and stats.per_source["grammar"].accepted > 0
 
 
-def test_scores(model: Any) -> None:
-    wanted = {"output_scores": True, "return_dict_in_generate": True}
-    plain, ours = (
-        generate(model, [processor("xgrammar strict", SCHEMAS)], 3, **wanted, speculative=each)
-        for each in (False, BUDGET)
-    )
-    assert ours.sequences.tolist() == plain.sequences.tolist()
-    assert ours.speculative_stats.per_source["grammar"].accepted > 0
-    for mine, theirs in zip(ours.scores, plain.scores, strict=True):
-        torch.testing.assert_close(mine, theirs)
-
-
 @pytest.mark.parametrize(
     "library", ["xgrammar strict", "outlines core", "outlines llguidance", "llguidance strict"]
 )
@@ -156,19 +143,6 @@ def test_a_constant_takes_few_steps(model: Any) -> None:
     assert stats.row_stats[0].num_emitted > 10
     assert stats.num_steps <= 1 + np.ceil(stats.row_stats[0].num_emitted / 7)
     assert stats.per_source["grammar"].accepted > 0.7 * stats.row_stats[0].num_emitted
-
-
-def test_the_limit_cuts_a_forced_text(model: Any) -> None:
-    constant = schema(country={"const": "Great Britain"})
-    for longest in range(4, 12):
-        check(model, "xgrammar strict", [constant], max_new_tokens=longest)
-
-
-def test_a_streamer_of_one_row_hears_every_token(model: Any) -> None:
-    heard = Recorder()
-    ids = generate(model, [processor("xgrammar strict", SCHEMAS[:1])], streamer=heard)
-    assert heard.events == [ids[:, :12].tolist(), *([each] for each in ids[0, 12:].tolist()), "end"]
-    assert lookahead_hf.last_stats(model).per_source["grammar"].accepted > 0
 
 
 def test_a_function_of_allowed_tokens_beside_a_grammar(model: Any) -> None:

@@ -32,12 +32,12 @@ class BlockShape:
 
     Attributes:
         width: Tokens per row; drafts are padded to it.
-        room: Slots behind the longest prompt.
+        capacity: Slots behind the longest prompt.
         by_kernel: Whether our kernel does all attention, even where torch is faster.
     """
 
     width: int
-    room: int
+    capacity: int
     by_kernel: bool = False
 
 

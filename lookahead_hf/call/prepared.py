@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from transformers import GenerationConfig
 
+from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.model import compat
 
 if TYPE_CHECKING:
-    from lookahead_hf.config import SpeculativeConfig
     from lookahead_hf.rows import EncoderInputs
 
 
@@ -162,3 +163,24 @@ class PreparedCall:
             return None
         repeated = texts.repeat_interleave(self.num_rows // len(texts), 0)
         return repeated, self.model_kwargs.get("attention_mask")
+
+
+def prompt_call(
+    model: Any, input_ids: torch.Tensor, mask: torch.Tensor | None = None, **further: Any
+) -> PreparedCall:
+    """Return a call that reads a prompt outside of `generate`, as `generate` would prepare it.
+
+    Args:
+        model: The model.
+        input_ids: Prompt tokens, [rows, columns].
+        mask: 1 for attended tokens, [rows, columns]; None if all are.
+        **further: Further arguments of the model's forward, such as its encoder's outputs.
+    """
+    names = compat.decoder_names(model)
+    seen = torch.ones_like(input_ids) if mask is None else mask.long()
+    given = {names.mask: seen, names.prepared_cache: compat.empty_cache(model), "use_cache": True}
+    if names.positions is not None:
+        is_whole, by_mask = mask is None, compat.positions_by_mask(seen)
+        given[names.positions] = compat.text_positions(model, input_ids) if is_whole else by_mask
+    arguments = GenerationConfig(), {**given, **further}, Request(SpeculativeConfig())
+    return PreparedCall(model, input_ids, (), (), *arguments)

@@ -126,8 +126,7 @@ def _widths(draft: DraftTree) -> np.ndarray:
         return np.zeros(num_rows, np.int64)
     row, levels = np.repeat(np.arange(num_rows), np.diff(draft.row_offsets)), draft.depth.max() + 1
     counts = np.bincount(row * levels + draft.depth, minlength=num_rows * levels)
-    found: np.ndarray = counts.reshape(num_rows, levels).max(1)
-    return found
+    return counts.reshape(num_rows, levels).max(1)
 
 
 OTHER_PROCESS = "another process"

@@ -103,8 +103,7 @@ def kernel(name: str, device: torch.device) -> Callable[..., Any]:
     if backend(device) == "triton":
         module = import_module(f"{__package__}.{kernels}")
     assert module is not None, "without Triton, attend under a mask"
-    chosen: Callable[..., Any] = getattr(module, name)
-    return chosen
+    return getattr(module, name)
 
 
 def _dispatched(name: str) -> Callable[..., Any]:

@@ -69,16 +69,16 @@ def refusal(model: Any, is_flat: bool = False) -> tuple[str, str]:
     if compat.text_config(model).model_type in TRIED and facts_of(model).is_stock:
         return "", ""
     state, key = state_of(model), (numerics_of(model), is_flat)
-    found, due_to = state.trials.get(key, (None, None))
+    found, due_to = state.self_tests.get(key, (None, None))
     alike = passed.setdefault(type(model), set())
     if found is None and _kind(model, key) in alike:
-        found, due_to = state.trials[key] = "", None
+        found, due_to = state.self_tests[key] = "", None
     if found is None or (due_to is not None and due_to != compat.hook_numbers(model)):
         try:
             state.needs_copies.discard(key)
             found = fault(model, is_flat)
             is_lasting = not found and key not in state.needs_copies
-            state.trials[key] = found, None if is_lasting else compat.hook_numbers(model)
+            state.self_tests[key] = found, None if is_lasting else compat.hook_numbers(model)
             if is_lasting and (kind := _kind(model, key)) is not None:
                 alike.add(kind)
         except OSError as error:  # not the model's fault, and it may be over soon
@@ -106,10 +106,10 @@ def keeps_bits_in_trees(model: Any, width: int) -> bool:
     """
     if compat.counts_positions(model) or not tree_attention.serves(model.device, width):
         return False
-    trials, key = state_of(model).kernel_trials, numerics_of(model)
-    if key not in trials:
-        trials[key] = _is_all_by_kernel(model, width)
-    return trials[key]
+    tests, key = state_of(model).kernel_tests, numerics_of(model)
+    if key not in tests:
+        tests[key] = _is_all_by_kernel(model, width)
+    return tests[key]
 
 
 @torch.no_grad()
@@ -118,7 +118,7 @@ def _is_all_by_kernel(model: Any, width: int) -> bool:
     runner = Runner(model, 1, BlockShape(width, width, by_kernel=True))
     rows, counts = Rows(ids.to("cpu").numpy()), runner.by_kernel
     with patched(model):
-        start(runner, ids, compat.DynamicCache(config=model.config))
+        start(runner, ids)
         rows.emit(0, PROMPT)
         runner.launch(rows, DraftTree.empty(1))
     assert counts is not None
@@ -211,9 +211,8 @@ def _ragged(
 ) -> Logits:
     """Return the logits of rows of one text that advance by these counts of right tokens."""
     rows, every, got = Rows(prompt.to("cpu").numpy()), range(len(prompt)), Logits()
-    cache = compat.DynamicCache(config=runner.model.config)
     begun = slice(0, -2) if runner.is_flat else slice(None)
-    start(runner, prompt[:, begun], cache, mask[:, begun])
+    start(runner, prompt[:, begun], mask[:, begun])
     if runner.is_flat:
         runner.run(list(prompt[:, -2:].cpu().numpy()), DraftTree.empty(len(rows.live)))
         runner.keep(np.ones(len(rows.live), np.int64))

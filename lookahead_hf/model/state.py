@@ -26,9 +26,9 @@ class ModelState:
     run_blocks: set[tuple[str, int, bool]] = field(default_factory=set)  # mode, tokens, if flat
     # Results of self tests, empty for no fault, by `Numerics` and whether blocks were flat; with
     # each the hooks that may have caused it, None if none may.
-    trials: dict[Hashable, tuple[str, frozenset[int] | None]] = field(default_factory=dict)
-    needs_copies: set[Hashable] = field(default_factory=set)  # contiguous K and V, as in `trials`
-    kernel_trials: dict[Hashable, bool] = field(default_factory=dict)  # of attention, by numerics
+    self_tests: dict[Hashable, tuple[str, frozenset[int] | None]] = field(default_factory=dict)
+    needs_copies: set[Hashable] = field(default_factory=set)  # contiguous K and V, likewise
+    kernel_tests: dict[Hashable, bool] = field(default_factory=dict)  # of attention, by numerics
     fixed_attention: set[int] | None = None  # ids of configurations whose attention must stay
     patch_users: set[object] = field(default_factory=set)  # calls in progress
     patches: list[Callable[[], None]] = field(default_factory=list)  # undo attributes of modules

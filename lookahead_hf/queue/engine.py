@@ -13,7 +13,13 @@ from transformers.utils.logging import tqdm
 
 from lookahead_hf import stats
 from lookahead_hf.model.compat.batching import GenerationOutput, RequestState, RequestStatus
-from lookahead_hf.queue.request import Job, Maker, own_objects, request_seed, text_ids
+from lookahead_hf.queue.request import (
+    QueuedRequest,
+    RequestBuilder,
+    own_objects,
+    request_seed,
+    text_ids,
+)
 from lookahead_hf.stats import SpeculativeStats
 
 EVERY_SECONDS = 0.2
@@ -69,7 +75,7 @@ class Engine:
     prompt alone; see `request_seed` for samples. Threads may add and cancel requests meanwhile.
 
     Attributes:
-        maker: Turns requests into calls of `generate`; it has checked the model.
+        builder: Turns requests into calls of `generate`; it has checked the model.
         max_slots: Most texts that are decoded together.
         max_batch_tokens: Most tokens of a step, None for any number.
         seed_of: Returns the seed of a text by its number.
@@ -82,7 +88,7 @@ class Engine:
         changed: Held while requests and outputs change hands, and notified of it.
     """
 
-    maker: Maker
+    builder: RequestBuilder
     max_slots: int
     max_batch_tokens: int | None
     seed_of: Callable[[int], int]
@@ -91,7 +97,7 @@ class Engine:
     pauses: Callable[[], bool] = lambda: False
     is_call: bool = False
     progress: Progress | None = None
-    waiting: deque[Job] = field(default_factory=deque)
+    waiting: deque[QueuedRequest] = field(default_factory=deque)
     changed: threading.Condition = field(default_factory=threading.Condition)
     _num_texts: int = 0
     _cancelled: dict[str, int] = field(default_factory=dict)
@@ -100,7 +106,7 @@ class Engine:
     @property
     def model(self) -> Any:
         """The model."""
-        return self.maker.model
+        return self.builder.model
 
     def add(self, state: RequestState, wait: Callable[[], object] = lambda: None) -> None:
         """Add the texts of a request, which are numbered in this order; its own comes last.
@@ -108,10 +114,7 @@ class Engine:
         Each gets copies of the request's processors and criteria. `wait` waits until there is room.
         """
         given, ids = state.logit_processor_kwargs, text_ids(state)
-        own, group = given.pop("seed", None), given.pop("group", None)
-        if group is None and state.num_children:
-            group = state.request_id
-        number = -1 if group is None else hash(group)  # which is never -1
+        own = given.pop("seed", None)
         states = [*map(state.fork, ids[:-1]), state]
         with self.changed:
             wait()
@@ -121,7 +124,7 @@ class Engine:
                 if own is not None and each is not state:
                     seed = request_seed(own, 1 + place)
                 names = frozenset({each.request_id, state.request_id})
-                job = Job(each, index, seed, names, own_objects(each), number)
+                job = QueuedRequest(each, index, seed, names, own_objects(each))
                 self.waiting.append(job)
             self._num_texts += len(states)
             self.changed.notify_all()
@@ -137,12 +140,12 @@ class Engine:
             self.changed.notify_all()
 
     def cancelled(self) -> Mapping[str, int]:
-        """Return the ids that were cancelled since the last time, for `Job.is_among`."""
+        """Return the ids that were cancelled since the last time, for `QueuedRequest.is_among`."""
         with self.changed:
             found, self._cancelled = self._cancelled, {}
         return found
 
-    def take(self, in_use: Set[int]) -> Job | None:
+    def take(self, in_use: Set[int]) -> QueuedRequest | None:
         """Return the first waiting text none of whose objects is in use, None if there is none.
 
         Texts that share an object stay in order.
@@ -157,7 +160,7 @@ class Engine:
                 awaited |= job.objects
         return None
 
-    def deliver(self, job: Job, record: SpeculativeStats | None = None) -> None:
+    def deliver(self, job: QueuedRequest, record: SpeculativeStats | None = None) -> None:
         """Hand out the output of a text so far, with its statistics at the end."""
         output = job.output(record)
         if record is not None:

@@ -89,7 +89,7 @@ class SpeculativeBatchingManager:
         """
         engine.hand_out, engine.stops, engine.pauses = self._take, self._gives_up, self._pauses_now
         self.engine, self.model = engine, engine.model
-        self.generation_config = engine.maker.generation_config
+        self.generation_config = engine.builder.generation_config
         self.num_return_sequences = self.generation_config.num_return_sequences or 1
         self.continuous_batching_config = config
         self.fatal_error: BaseException | None = None
@@ -101,16 +101,6 @@ class SpeculativeBatchingManager:
         self._stop, self._num_named = GOES_ON, 0
         self._pausing: list[int] = []  # ids of the threads that have asked for a pause
         self._is_paused = False
-
-    @property
-    def logit_processor(self) -> Any:
-        """The processors that the settings of the run ask for; `clear` turns them off."""
-        return self.engine.maker.processors
-
-    @property
-    def background_thread_status(self) -> Any:
-        """What has the `fatal_error` of the run, as that of transformers' manager."""
-        return self
 
     def warmup(self) -> None:
         """Load the compiled functions for drafting, if they are on disk."""

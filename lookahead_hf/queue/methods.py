@@ -25,7 +25,7 @@ from lookahead_hf.queue.engine import Engine, Progress
 from lookahead_hf.queue.manager import SpeculativeBatchingManager
 from lookahead_hf.queue.request import (
     OBJECTS,
-    Maker,
+    RequestBuilder,
     request_seed,
     request_state,
     text_ids,
@@ -47,7 +47,7 @@ MOST_SLOTS = 4096
 
 
 @dataclass(frozen=True)
-class Asked:
+class BatchOptions:
     """The options of a call beside transformers' own arguments.
 
     Attributes:
@@ -67,7 +67,7 @@ class Asked:
     prompt_logprobs: bool = False
 
 
-OWN = tuple(each.name for each in fields(Asked))
+OWN = tuple(each.name for each in fields(BatchOptions))
 """Arguments of a call that transformers does not know."""
 
 INSTEAD = {
@@ -86,12 +86,12 @@ ELSEWHERE = {
 }
 """Further names that a misspelt one may mean, and what to do instead."""
 
-_asked: ContextVar[Asked | None] = ContextVar("lookahead_hf_asked", default=None)
+_asked: ContextVar[BatchOptions | None] = ContextVar("lookahead_hf_asked", default=None)
 """Options of the call in progress, for the methods that it calls."""
 
 
 @contextmanager
-def asking(asked: Asked) -> Iterator[None]:
+def asking(asked: BatchOptions) -> Iterator[None]:
     """Give options to the methods of continuous batching that are called inside."""
     token = _asked.set(asked)
     try:
@@ -103,7 +103,7 @@ def asking(asked: Asked) -> Iterator[None]:
 def run_paged(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a `generate` with cache_implementation="paged", which calls `generate_batch`."""
     speculative = kwargs.pop("speculative", None)
-    with asking(Asked(speculative)):
+    with asking(BatchOptions(speculative)):
         return original(*args, **kwargs)
 
 
@@ -115,9 +115,9 @@ def call(
     kwargs: dict[str, Any],
 ) -> Any:
     """Call `generate_batch` or `init_continuous_batching`, speculatively if that is asked for."""
-    own = Asked(**{name: kwargs.pop(name) for name in OWN if name in kwargs})
+    own = BatchOptions(**{name: kwargs.pop(name) for name in OWN if name in kwargs})
     outer = _asked.get()
-    asked = outer if own == Asked() and outer is not None else own
+    asked = outer if own == BatchOptions() and outer is not None else own
     _check_names(model, original, kwargs)
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     given |= given.pop("kwargs", {})
@@ -144,7 +144,7 @@ def call(
                 f"{name}= needs speculation, since transformers' manager has no such thing, but "
                 f"{reason}: pass speculative= or change the run, or leave {name}= out"
             )
-    with asking(Asked(speculative=False)):
+    with asking(BatchOptions(speculative=False)):
         return original(*args, **kwargs)
 
 
@@ -165,7 +165,7 @@ def _check_names(model: Any, original: Callable[..., Any], given: Iterable[str])
 def _manager(
     model: Any,
     config: SpeculativeConfig,
-    asked: Asked,
+    asked: BatchOptions,
     generation_config: Any = None,
     continuous_batching_config: Any = None,
     workload_hints: Any = None,
@@ -185,7 +185,7 @@ def _manager(
 def _batch(
     model: Any,
     config: SpeculativeConfig,
-    asked: Asked,
+    asked: BatchOptions,
     /,
     inputs: Sequence[Any],
     generation_config: Any = None,
@@ -254,7 +254,7 @@ def _batch(
 def engine_of(
     model: Any,
     config: SpeculativeConfig,
-    asked: Asked,
+    asked: BatchOptions,
     generation_config: Any = None,
     batching_config: Any = None,
     hints: Any = None,
@@ -302,12 +302,12 @@ def engine_of(
         batching.return_logprobs, asked.top_logprobs, asked.prompt_logprobs
     )
     request = Request(config, tokenizer=asked.tokenizer)
-    maker = Maker(model.eval(), generation, request, room, log_probs)
-    maker.check()
+    builder = RequestBuilder(model.eval(), generation, request, room, log_probs)
+    builder.check()
     num_requests = getattr(hints, "num_requests", None)
     seed_of = _seed_of(asked.seeds, batching.seed, num_requests)
     progress = Progress(num_requests) if asked.progress else None
-    return Engine(maker, slots, most, seed_of, progress=progress), batching
+    return Engine(builder, slots, most, seed_of, progress=progress), batching
 
 
 def _seed_of(

@@ -6,11 +6,9 @@ import copy
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
-from transformers import LogitsProcessorList
 
 from lookahead_hf.call import admission
 from lookahead_hf.call.admission import Purpose
@@ -37,7 +35,7 @@ from lookahead_hf.verification.walk import Rules
 
 
 @dataclass(frozen=True)
-class Wanted:
+class LogProbOptions:
     """Which log probabilities an output holds.
 
     Attributes:
@@ -52,7 +50,7 @@ class Wanted:
 
 
 @dataclass
-class Found:
+class LogProbs:
     """The log probabilities of a text.
 
     Attributes:
@@ -65,7 +63,9 @@ class Found:
     top: list[dict[int, float]] = field(default_factory=list)
     of_prompt: list[float | None] | None = None
 
-    def add(self, wanted: Wanted, scores: Iterable[torch.Tensor], tokens: list[int]) -> None:
+    def add(
+        self, wanted: LogProbOptions, scores: Iterable[torch.Tensor], tokens: list[int]
+    ) -> None:
         """Add tokens, which were chosen by scores, [vocab] each."""
         for each, token in zip(scores, tokens, strict=True):
             log_probs = each.log_softmax(-1)
@@ -126,7 +126,7 @@ MOST_TOP = 1024
 """The upper limit of `top_logprobs`."""
 
 
-def wanted_log_probs(of_tokens: bool, num_top: Any, of_prompt: Any) -> Wanted:
+def wanted_log_probs(of_tokens: bool, num_top: Any, of_prompt: Any) -> LogProbOptions:
     """Return which log probabilities a caller wants.
 
     Raises:
@@ -135,7 +135,7 @@ def wanted_log_probs(of_tokens: bool, num_top: Any, of_prompt: Any) -> Wanted:
     check_int("top_logprobs", num_top, 0, MOST_TOP)
     if not isinstance(of_prompt, bool):
         raise ValueError(f"prompt_logprobs is {of_prompt!r}, but must be True or False")
-    return Wanted(of_tokens or num_top > 0, num_top, of_prompt)
+    return LogProbOptions(of_tokens or num_top > 0, num_top, of_prompt)
 
 
 def request_state(
@@ -184,14 +184,13 @@ def own_objects(state: RequestState) -> frozenset[int]:
 
 
 @dataclass(eq=False)
-class Job:
+class QueuedRequest:
     """One text of a run; what follows `objects` is None before it has a row.
 
     Attributes:
         index: How many texts were added before.
         names: Ids that cancel it: its own and that of its request.
         objects: See `own_objects`.
-        group: The number of the group whose texts draft from each other, -1 for none.
         wanted: The log probabilities that its output holds.
     """
 
@@ -200,12 +199,11 @@ class Job:
     seed: int
     names: frozenset[str] = frozenset()
     objects: frozenset[int] = frozenset()
-    group: int = -1
     call: PreparedCall | None = None
     rules: Rules | None = None
     constraint: Constraint | None = None
-    wanted: Wanted = field(default_factory=Wanted)
-    log_probs: Found = field(default_factory=Found)
+    wanted: LogProbOptions = field(default_factory=LogProbOptions)
+    log_probs: LogProbs = field(default_factory=LogProbs)
 
     def output(self, record: SpeculativeStats | None = None) -> GenerationOutput:
         """Return the text so far, with its statistics at the end."""
@@ -229,32 +227,17 @@ def _set_for_one(config: Any, name: str) -> Any:
     return None if value == "paged" else value
 
 
-class Processors(LogitsProcessorList):
-    """The processors that the settings of a run ask for.
-
-    Attributes:
-        is_cleared: Whether a caller has turned them off.
-    """
-
-    is_cleared = False
-
-    def clear(self) -> None:
-        """Turn the processors off for all requests that have not begun."""
-        super().clear()
-        self.is_cleared = True
-
-
 @dataclass(frozen=True)
-class Maker:
+class RequestBuilder:
     """Turns requests into calls of `generate`, of at most `room` tokens including the prompt."""
 
     model: Any
     generation_config: Any
     request: Request
     room: int | None = None
-    log_probs: Wanted = Wanted()
+    log_probs: LogProbOptions = LogProbOptions()
 
-    def wanted(self, job: Job) -> Wanted:
+    def wanted(self, job: QueuedRequest) -> LogProbOptions:
         """Take a request's own wishes for log probabilities out of its settings.
 
         Raises:
@@ -267,7 +250,7 @@ class Maker:
             own.pop("prompt_logprobs", usual.of_prompt),
         )
 
-    def settings(self, job: Job) -> dict[str, Any]:
+    def settings(self, job: QueuedRequest) -> dict[str, Any]:
         """Return the arguments of the call of `generate` that writes the text of a job.
 
         Raises:
@@ -313,7 +296,7 @@ class Maker:
         changed: dict[str, Any] = {"stopping_criteria": criteria}
         return changed if of_model is None else {**changed, "stop_strings": None}
 
-    def call(self, job: Job) -> PreparedCall:
+    def call(self, job: QueuedRequest) -> PreparedCall:
         """Return the call of `generate` that writes the text of a job, prepared by transformers.
 
         Raises:
@@ -335,9 +318,9 @@ class Maker:
             raise Unserved(FallbackReason.MODEL, detail)
         return call
 
-    def _prepared(self, job: Job) -> PreparedCall:
+    def _prepared(self, job: QueuedRequest) -> PreparedCall:
         calls: list[PreparedCall] = []
-        settings, own = self.settings(job), vars(self).get("processors")
+        settings = self.settings(job)
 
         def keep(
             model: Any,
@@ -347,8 +330,6 @@ class Maker:
             generation_config: Any,
             **model_kwargs: Any,
         ) -> torch.Tensor:
-            if own is not None and own.is_cleared:
-                logits_processor = LogitsProcessorList(settings.get("logits_processor") or ())
             given = logits_processor, stopping_criteria, generation_config, model_kwargs
             calls.append(PreparedCall(model, input_ids, *given, self.request))
             return input_ids
@@ -358,11 +339,6 @@ class Maker:
         check_settings(lambda name: _set_for_one(call.generation_config, name))
         admission.admit_call(call)
         return call
-
-    @cached_property
-    def processors(self) -> Processors:
-        """The processors that the settings of the run ask for, made for who asks for them."""
-        return Processors(self.trial().processors)
 
     def rules(self, call: PreparedCall, seed: int, keeps_scores: bool = False) -> Rules:
         """Return how the text of a call gets its tokens; its log probabilities need the scores.
@@ -435,4 +411,4 @@ class Maker:
 
     def trial(self) -> PreparedCall:
         """Return the call of a made-up request, whose prompt is one token."""
-        return self._prepared(Job(RequestState("trial", [0], max_new_tokens=None), 0, 0))
+        return self._prepared(QueuedRequest(RequestState("trial", [0], max_new_tokens=None), 0, 0))

@@ -12,7 +12,7 @@ from transformers import StoppingCriteriaList
 
 from lookahead_hf.fallback import Unserved
 from lookahead_hf.model import compat
-from lookahead_hf.queue.request import OBJECTS, Found, Job, Wanted
+from lookahead_hf.queue.request import OBJECTS, LogProbOptions, LogProbs, QueuedRequest
 from lookahead_hf.verification.rng import OwnGenerators
 
 CHUNK = 128
@@ -41,11 +41,11 @@ class Scheduler:
     def __init__(
         self,
         num_rows: int,
-        waiting: Callable[[Set[int]], Job | None],
+        waiting: Callable[[Set[int]], QueuedRequest | None],
         max_batch_tokens: int | None = None,
     ) -> None:
         """`waiting`: returns the next request that brings none of these objects."""
-        self.jobs: dict[int, Job] = {}
+        self.jobs: dict[int, QueuedRequest] = {}
         self.alone: dict[int, tuple[Unserved, int]] = {}
         self._num_done = 0
         self.reading: dict[int, np.ndarray] = {}
@@ -57,7 +57,7 @@ class Scheduler:
         """Rows without a request."""
         return [row for row in range(self._num_rows) if row not in self.jobs]
 
-    def next_job(self) -> Job | None:
+    def next_job(self) -> QueuedRequest | None:
         """Return the next request that can be decoded beside those in progress."""
         in_use = frozenset[int]().union(*(job.objects for job in self.jobs.values()))
         return self._waiting(in_use)
@@ -112,13 +112,13 @@ def write_alone(
     settings: dict[str, Any],
     seed: int,
     on_token: Callable[[], bool],
-    wanted: Wanted,
-) -> tuple[list[int], Found]:
+    wanted: LogProbOptions,
+) -> tuple[list[int], LogProbs]:
     """Return the new tokens of a request, and their log probabilities if these are wanted.
 
     Args:
         model: The model.
-        settings: The arguments that `Maker.settings` returns.
+        settings: The arguments that `RequestBuilder.settings` returns.
         seed: The seed of the request.
         on_token: Called after every token; returns whether to stop.
         wanted: The log probabilities to return.
@@ -135,7 +135,7 @@ def write_alone(
         given = {**settings, "stopping_criteria": StoppingCriteriaList(criteria)}
         output = compat.plain_generate(model, **given)
     tokens: list[int] = output.sequences[0, settings["input_ids"].shape[1] :].tolist()
-    found = Found()
+    found = LogProbs()
     if wanted.of_tokens:
         beams = output.get("beam_indices", torch.zeros(1, len(tokens), dtype=torch.long))
         chosen = zip(output.scores, beams[0, : len(tokens)].tolist(), strict=False)

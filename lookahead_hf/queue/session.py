@@ -27,7 +27,7 @@ from lookahead_hf.model import compat
 from lookahead_hf.model.compat.batching import RequestStatus
 from lookahead_hf.queue.engine import Engine
 from lookahead_hf.queue.prompts import Prompts
-from lookahead_hf.queue.request import Job, KeptScores, of_prompt
+from lookahead_hf.queue.request import KeptScores, QueuedRequest, of_prompt
 from lookahead_hf.queue.scheduler import Scheduler, write_alone
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.processes import Processes
@@ -131,7 +131,7 @@ class QueueSession(Session):
         stack.enter_context(self.setup)
         if self.runner.is_flat and self.scheduler.max_batch_tokens is not None:
             # Only a prompt shows the layout of the cache, and the first one may be too long.
-            self.prompts.take(0, self.engine.maker.trial(), self._set_up)
+            self.prompts.take(0, self.engine.builder.trial(), self._set_up)
             self.prompts.forget([0])
 
     def goes_on(self) -> bool:
@@ -168,7 +168,7 @@ class QueueSession(Session):
         Session.observe(self, draft, step, verdict)
         self.times.share(verdict.live, self.runner.step_tokens)
 
-    def _has(self, row: int, job: Job) -> bool:
+    def _has(self, row: int, job: QueuedRequest) -> bool:
         """Return whether a row is still a request's."""
         return self.scheduler.jobs.get(row) is job
 
@@ -196,7 +196,7 @@ class QueueSession(Session):
                 free.append(row)
         self.prompts.forget(free)
 
-    def _advance(self, row: int, job: Job) -> None:
+    def _advance(self, row: int, job: QueuedRequest) -> None:
         """Go on with the prompt of a request; if that fails, the request alone fails."""
         try:
             with self.times.phase(row, "prefill"):
@@ -211,9 +211,9 @@ class QueueSession(Session):
                     self.drafts.begin_row(self.rows, row)
                 self._pass_on(row, job)
 
-    def _put_aside(self, row: int, job: Job, unserved: Unserved) -> None:
+    def _put_aside(self, row: int, job: QueuedRequest, unserved: Unserved) -> None:
         """Report that plain `generate` writes a text; fail it if that is to be an error."""
-        on_fallback = self.engine.maker.request.config.on_fallback
+        on_fallback = self.engine.builder.request.config.on_fallback
         try:
             fallback.report(self.engine.model, unserved, on_fallback)
         except Exception as error:
@@ -221,15 +221,15 @@ class QueueSession(Session):
         else:
             self.scheduler.put_aside(row, unserved)
 
-    def _prefill(self, row: int, job: Job) -> None:
+    def _prefill(self, row: int, job: QueuedRequest) -> None:
         """Let a row decode once its prompt was read, which may take several steps."""
         if job.call is None:
-            maker = self.engine.maker
-            job.wanted = maker.wanted(job)
+            builder = self.engine.builder
+            job.wanted = builder.wanted(job)
             self._read_log_probs(job)
-            job.call = maker.call(job)
+            job.call = builder.call(job)
             job.constraint = find_constraint(job.call.processors, 1)
-            job.rules = maker.rules(job.call, job.seed, job.wanted.of_tokens)
+            job.rules = builder.rules(job.call, job.seed, job.wanted.of_tokens)
             self.runner.make_room(int(job.call.generation_config.max_length))
         ids = job.call.input_ids[0].cpu().numpy()
         logits = self._after_prompt(row, job.call, ids)
@@ -237,17 +237,17 @@ class QueueSession(Session):
             return
         assert job.rules is not None
         job.state.status = RequestStatus.DECODING
-        self.rows.take(row, ids, job.group)
+        self.rows.take(row, ids)
         self.most_new[row] = job.call.num_draftable
         self.verifier.take(self.rows, row, job.rules, logits)
 
-    def _read_log_probs(self, job: Job) -> None:
+    def _read_log_probs(self, job: QueuedRequest) -> None:
         """Let the model read a prompt on its own, if the log probabilities there are wanted."""
-        maker = self.engine.maker
+        builder = self.engine.builder
         if job.wanted.of_prompt:
             self.setup.close()
-            ids = maker.settings(job)["input_ids"]
-            job.log_probs.of_prompt = of_prompt(maker.model, ids)
+            ids = builder.settings(job)["input_ids"]
+            job.log_probs.of_prompt = of_prompt(builder.model, ids)
 
     def _after_prompt(self, row: int, call: PreparedCall, ids: np.ndarray) -> torch.Tensor | None:
         """Return logits after a prompt, [tokens], as [vocab]; None while it is being read."""
@@ -278,8 +278,8 @@ class QueueSession(Session):
 
         self.setup.close()
         try:
-            maker = self.engine.maker
-            given = maker.settings(job), job.seed, on_token, job.wanted
+            builder = self.engine.builder
+            given = builder.settings(job), job.seed, on_token, job.wanted
             tokens, found = write_alone(self.engine.model, *given)
             if self.engine.stops():
                 raise RuntimeError(STOPPED)
@@ -294,7 +294,7 @@ class QueueSession(Session):
                 del times[len(tokens) :]  # beams may go on after the best has ended
             self._finish(row, job, SpeculativeStats(fallback_reason=unserved.reason))
 
-    def _pass_on(self, row: int, job: Job) -> None:
+    def _pass_on(self, row: int, job: QueuedRequest) -> None:
         """Pass on the tokens of the latest step, and free the row if its text has ended.
 
         A request whose prompt is still read goes on with it.
@@ -330,19 +330,19 @@ class QueueSession(Session):
         elif state.streaming and new:
             self.engine.deliver(job)
 
-    def _note_tokens(self, job: Job, count: int) -> None:
+    def _note_tokens(self, job: QueuedRequest, count: int) -> None:
         """Note that a text has so many new tokens."""
         if self.engine.progress is not None:
             self.engine.progress.emitted(count)
         if (times := job.state.timestamps) is not None:
             times += [time.perf_counter()] * count
 
-    def _finish(self, row: int, job: Job, stats: SpeculativeStats) -> None:
+    def _finish(self, row: int, job: QueuedRequest, stats: SpeculativeStats) -> None:
         self._free(row)
         job.state.status = RequestStatus.FINISHED
         self.engine.deliver(job, stats)
 
-    def _fail(self, row: int, job: Job, error: BaseException) -> None:
+    def _fail(self, row: int, job: QueuedRequest, error: BaseException) -> None:
         self._free(row)
         job.state.error = f"{type(error).__name__}: {error}"
         job.state.status = RequestStatus.FAILED
@@ -379,9 +379,9 @@ def new_session(engine: Engine) -> QueueSession:
     Raises:
         ValueError: An option or a pool is wrong.
     """
-    maker, num_rows = engine.maker, engine.max_slots
-    model, request = maker.model, maker.request
-    do_sample = bool(maker.generation_config.do_sample)
+    builder, num_rows = engine.builder, engine.max_slots
+    model, request = builder.model, builder.request
+    do_sample = bool(builder.generation_config.do_sample)
     rows, most_new = Rows.without_texts(num_rows), np.zeros(num_rows, np.int64)
     scheduler = Scheduler(num_rows, engine.take, engine.max_batch_tokens)
 
@@ -389,7 +389,7 @@ def new_session(engine: Engine) -> QueueSession:
         job = scheduler.jobs.get(row)
         return None if job is None or job.constraint is None else job.constraint.shadow(0)
 
-    runner = maker.runner(num_rows, engine.max_batch_tokens)
+    runner = builder.runner(num_rows, engine.max_batch_tokens)
     drafts = DraftSession(
         model,
         request.config,

@@ -193,8 +193,7 @@ def _folded(context: ForwardContext, mask: torch.Tensor, groups: int) -> torch.T
     if known is None:
         known = mask, mask.repeat(1, 1, groups, 1)  # the mask itself keeps its id taken
         context.made[id(mask), groups] = known
-    repeated: torch.Tensor = known[1]
-    return repeated
+    return known[1]
 
 
 def _by_kernel(

@@ -117,7 +117,7 @@ class Runner:
             bool(copies) and (facts.numerics_of(self.model), self.is_flat) in copies
         )
         if self._shape is not None:
-            slots.fix(slots.longest + self._shape.room)
+            slots.fix(slots.longest + self._shape.capacity)
         if self.only_chains:
             by_token = self._shape is not None
             states = optional.load("recurrent states")

@@ -32,8 +32,7 @@ class StepOutputs:
 
     def count_nan(self) -> np.ndarray:
         """Count NaN in a sample of the logits of each row, [rows]."""
-        found: np.ndarray = non_finite.has_nan(self.logits).cpu().numpy()
-        return found
+        return non_finite.has_nan(self.logits).cpu().numpy()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from lookahead_hf.block.block import mask_kinds
 from lookahead_hf.block.layout import PromptState
 from lookahead_hf.cache import hf_layers
 from lookahead_hf.cache.adopt import AdoptedCache
-from lookahead_hf.call.prepared import PreparedCall
+from lookahead_hf.call.prepared import PreparedCall, prompt_call
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.model import compat
 from lookahead_hf.runner.host import Runner
@@ -59,35 +59,9 @@ def prefill(
     return outputs
 
 
-def start(
-    runner: Runner,
-    input_ids: torch.Tensor,
-    cache: compat.Cache,
-    mask: torch.Tensor | None = None,
-    position_ids: torch.Tensor | None = None,
-) -> None:
-    """Run a prompt outside of `generate`.
-
-    Args:
-        runner: The runner, which goes on behind the prompt.
-        input_ids: Its tokens, [rows, columns].
-        cache: An empty cache.
-        mask: 1 for attended tokens, [rows, columns]; None if all are.
-        position_ids: Their positions, [..., rows, columns]; None to count by the mask.
-    """
-    names = compat.decoder_names(runner.model)
-    if position_ids is None:
-        seen = torch.ones_like(input_ids) if mask is None else mask
-        position_ids = compat.positions_by_mask(seen)
-    given = {names.ids: input_ids, names.cache: cache}
-    if names.positions is not None:
-        given[names.positions] = position_ids
-    attended = None
-    if mask is not None:
-        given[names.mask] = mask
-        attended = mask.to("cpu").numpy().astype(bool)
-    outputs = runner.model(**given, use_cache=True, return_dict=True)
-    _take_over(runner, names, compat.returned_cache(outputs), attended, position_ids, {})
+def start(runner: Runner, input_ids: torch.Tensor, mask: torch.Tensor | None = None) -> None:
+    """Run a prompt outside of `generate`; see `prompt_call`."""
+    prefill(runner, prompt_call(runner.model, input_ids, mask))
 
 
 def _read(runner: Runner, ids: np.ndarray, attended: np.ndarray) -> StepOutputs:

@@ -12,7 +12,6 @@ from lookahead_hf.block.flat import runs_of
 from lookahead_hf.call import admission
 from lookahead_hf.call.prepared import PreparedCall
 from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.model import compat
 from lookahead_hf.model.facts import read
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.patched import patched
@@ -40,7 +39,7 @@ def test_rows_that_read_and_rows_that_decode_share_a_block(name: str) -> None:
     drafted = [(0, 1, 0, 1), (0, 0, 1, 1), (1, 0, 0, 1), (0, 1, 0, 1), (0, 0, 0, 0)]
     runner = Runner(model, 4, flat=True)
     with patched(model):
-        start(runner, torch.tensor(told), compat.DynamicCache(config=model.config))
+        start(runner, torch.tensor(told))
         for counts, has_draft in zip(blocks, drafted, strict=True):
             fed = [
                 texts[row, len(told[row]) : len(told[row]) + count]

@@ -91,17 +91,6 @@ def test_over_long_drafts_end_with_the_text(model: Any) -> None:
     assert served(model).num_steps == 1
 
 
-def test_rows_advance_by_their_own_counts(model: Any) -> None:
-    inputs = {"input_ids": prompt(4)}
-    truth = plain_text(model, inputs, max_new_tokens=48)
-    only_first = [truth[0], [], [], []]
-    config = scripted(only_first, right(11))
-    out = model.generate(**inputs, **{**GREEDY, "max_new_tokens": 48}, speculative=config)
-    assert continuations(out, 12) == truth
-    rows = served(model).row_stats
-    assert rows[0].row_steps <= rows[3].row_steps / 6
-
-
 @pytest.mark.parametrize("pad", [-1, VOCAB])
 def test_a_pad_that_the_model_cannot_read_raises_as_in_plain(model: Any, pad: int) -> None:
     inputs = {"input_ids": prompt(3)}

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 import lookahead_hf
 from lookahead_hf.call.execution import REPLAYED, WAITS
@@ -108,7 +107,7 @@ def test_half_precision_stays_near(monkeypatch: pytest.MonkeyPatch, dtype: torch
     def logits_of(tree: DraftTree, prompt: torch.Tensor) -> torch.Tensor:
         runner, rows = Runner(model, 2), Rows(prompt.cpu().numpy())
         with patched(model):
-            start(runner, prompt, DynamicCache(config=model.config))
+            start(runner, prompt)
             for row in range(2):
                 rows.emit(row, 9)
             return runner.launch(rows, tree).logits

@@ -20,7 +20,6 @@ from tests.helpers.requests import (
     WAIT,
     alone,
     prompts,
-    result_of_another,
     results,
     running,
     seeded,
@@ -119,21 +118,6 @@ def test_one_text_of_a_request_is_cancelled(model: Any, steps: Steps, cancelled:
     speculated(found.values())
 
 
-def test_a_name_that_two_requests_have_cancels_both(model: Any) -> None:
-    config, texts = settings(model, max_new_tokens=400), prompts(3)
-    with running(model, config, max_slots=1) as manager:
-        for _ in range(2):
-            manager.add_request(texts[0], request_id="same", streaming=True)
-        assert not manager.get_result(timeout=WAIT).is_finished()
-        manager.cancel_request("same")
-        manager.cancel_request("unknown")
-        manager.add_request(texts[1], request_id="last", max_new_tokens=12)
-        found = result_of_another(manager, "same")
-        manager.stop()
-    assert manager.get_result(timeout=0) is None
-    assert found.generated_tokens == alone(model, texts[1], settings(model, max_new_tokens=12))
-
-
 def test_waiting_texts_are_cancelled_and_the_others_keep_their_seeds(model: Any) -> None:
     config, texts = settings(model, do_sample=True, num_return_sequences=2), prompts(3)
     manager = model.init_continuous_batching(config, seeded(), max_slots=1)
@@ -151,21 +135,6 @@ def test_waiting_texts_are_cancelled_and_the_others_keep_their_seeds(model: Any)
         "c": alone(model, texts[2], config, 5),
     }
     speculated(found.values())
-
-
-def test_an_id_that_is_used_again_at_once_is_answered(model: Any) -> None:
-    old, new = prompts(2)
-    config = settings(model)
-    with running(model, config) as manager:
-        for turn in range(20):
-            manager.add_request(old, request_id="same", streaming=True, max_new_tokens=40)
-            time.sleep(0.002 * (turn % 5))
-            manager.cancel_request("same")
-            manager.add_request(new, request_id="same")
-            found = manager.get_result(timeout=WAIT)
-            assert found.generated_tokens == alone(model, new, config)
-            speculated([found])
-    assert manager.get_result(timeout=0) is None
 
 
 def test_an_id_that_is_used_again_while_its_text_is_written_is_answered(

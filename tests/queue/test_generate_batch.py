@@ -14,7 +14,6 @@ from transformers import StoppingCriteriaList, StopStringCriteria
 
 import lookahead_hf
 from lookahead_hf.queue import scheduler
-from lookahead_hf.queue.session import QueueSession
 from lookahead_hf.stats import SourceStats
 from tests.helpers import models, random_calls, requests
 from tests.helpers.requests import DRAFTED, alone, prompts, seeded, settings, speculated
@@ -218,29 +217,3 @@ def test_requests_with_settings_of_their_own(model: Any) -> None:
 def test_requests_that_cannot_be_told_apart(model: Any, wrong: Any, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         model.generate_batch(wrong, settings(model), speculative=DRAFTED)
-
-
-def test_rows_know_which_requests_are_siblings(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    groups, launch = [], QueueSession.launch
-
-    def noted(self: Any, draft: Any) -> Any:
-        groups.append([number for number in self.rows.group.tolist() if number != -1])
-        return launch(self, draft)
-
-    monkeypatch.setattr(QueueSession, "launch", noted)
-    named = [
-        {"input_ids": text, "group": name} for text, name in zip(prompts(4), "aabx", strict=True)
-    ]
-    named[3].pop("group")
-    config = settings(model)
-    found = model.generate_batch(named, config, speculative=DRAFTED, max_slots=4)
-    (first, same, other), *_ = (each for each in groups if len(each) == 3)
-    assert first == same != other
-    assert [output.generated_tokens for output in found.values()] == [
-        alone(model, text, config) for text in prompts(4)
-    ]
-    speculated(found.values())
-    groups.clear()
-    config = settings(model, do_sample=True, num_return_sequences=2)
-    model.generate_batch(prompts(2), config, seeded(), speculative=DRAFTED, max_slots=4)
-    assert any(len(each) == 4 and len({*each}) == 2 for each in groups)

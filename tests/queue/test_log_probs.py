@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lookahead_hf.queue.request import request_seed
-from tests.helpers.requests import SEED, WAIT, prompts, running, seeded, settings, speculated
+from tests.helpers.requests import SEED, WAIT, prompts, seeded, settings, speculated
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*runs plain generate")
 
@@ -43,16 +43,6 @@ def test_log_probabilities_are_plains(model: Any, own: dict[str, Any]) -> None:
         ]
         assert output.logprobs == pytest.approx(expected, abs=1e-4)
     speculated(found)
-
-
-def test_beams_have_them_too(model: Any) -> None:
-    own, (text,) = {"num_beams": 2, "max_new_tokens": 8}, prompts(1)
-    with running(model, settings(model), return_logprobs=True) as manager:
-        manager.add_request(text, **own)
-        output = manager.get_result(timeout=WAIT)
-    assert output.speculative_stats.fallback_reason == "beams"
-    mean = plain(model, text, settings(model, **own)).sequences_scores[0]
-    assert sum(output.logprobs) / len(output.logprobs) == pytest.approx(float(mean), abs=1e-4)
 
 
 def test_the_likeliest_tokens_are_plains(model: Any) -> None:
@@ -95,6 +85,9 @@ def test_beams_have_all_of_them(model: Any) -> None:
     assert output.speculative_stats.fallback_reason == "beams"
     assert len(output.prompt_logprobs) == len(text)
     assert [len(best) for best in output.top_logprobs] == [2] * 8
+    beams = settings(model, num_beams=2, max_new_tokens=8)
+    mean = plain(model, text, beams).sequences_scores[0]
+    assert sum(output.logprobs) / 8 == pytest.approx(float(mean), abs=1e-4)
 
 
 @pytest.mark.parametrize(

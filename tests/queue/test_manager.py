@@ -47,19 +47,6 @@ def test_requests_stream_whole_steps(model: Any) -> None:
     speculated(parts[-1:])
 
 
-def test_a_request_has_settings_of_its_own(model: Any) -> None:
-    config, texts = settings(model), prompts(4)
-    rules = {"repetition_penalty": 1.4, "no_repeat_ngram_size": 3, "min_new_tokens": 5}
-    own = [{}, {"max_new_tokens": 3}, {"eos_token_id": 9}, {**rules, "eos_token_id": 7}]
-    with running(model, config) as manager:
-        names = [manager.add_request(text, **each) for text, each in zip(texts, own, strict=True)]
-        found = results(manager, len(texts))
-    for name, text, each in zip(names, texts, own, strict=True):
-        expected = alone(model, text, settings(model, **each))
-        assert found[name].generated_tokens == expected
-    speculated(found.values())
-
-
 @pytest.mark.parametrize("kind", [list, tuple, torch.tensor])
 def test_what_ends_a_text_comes_in_any_form(model: Any, kind: Any) -> None:
     ends, text = [*range(3, 50)], prompts(1)[0]
@@ -176,35 +163,6 @@ def test_a_pause_keeps_what_is_in_progress(model: Any) -> None:
     assert found.generated_tokens == alone(model, text, config)
 
 
-def test_two_managers_of_one_model(model: Any) -> None:
-    config, texts = settings(model), prompts(6)
-    with running(model, config) as one, running(model, config) as other:
-        for manager in (one, other):
-            manager.add_requests(texts, max_new_tokens=24)
-        for manager in (one, other):
-            found = results(manager, len(texts))
-            tokens = [found[f"req_{index}"].generated_tokens for index in range(len(texts))]
-            assert tokens == [alone(model, text, config) for text in texts]
-            speculated(found.values())
-
-
-def test_handlers_hear_of_their_requests(model: Any) -> None:
-    config, (text,) = settings(model), prompts(1)
-
-    async def ask(manager: Any) -> list[Any]:
-        heard: asyncio.Queue[Any] = asyncio.Queue()
-        manager.register_result_handler("mine", heard.put_nowait)
-        manager.add_request(text, request_id="mine", streaming=True)
-        found = [await heard.get()]
-        while not found[-1].is_finished():
-            found.append(await heard.get())
-        return found
-
-    with running(model, config) as manager:
-        found = asyncio.run(ask(manager))
-    assert found[-1].generated_tokens == alone(model, text, config)
-
-
 def test_handlers_that_are_gone_hold_nobody_up(
     model: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -272,19 +230,6 @@ def test_arrivals_cancellations_and_failures_in_any_order(
         for name, tokens in kept.items():
             assert tokens == alone(model, texts[int(name)], config, int(name))
     speculated(found.values())
-
-
-def test_a_full_queue_lets_callers_wait(model: Any) -> None:
-    config, texts = settings(model), prompts(8)
-    with running(model, config, max_slots=1, max_queue_size=1) as manager:
-        adding = threading.Thread(target=manager.add_requests, args=(texts, 24))
-        adding.start()
-        seen = []
-        for _ in texts:
-            seen.append(len(manager.engine.waiting))
-            assert manager.get_result(timeout=WAIT).error is None
-        adding.join()
-    assert max(seen) <= 1
 
 
 @pytest.fixture
@@ -436,19 +381,6 @@ def test_heads_that_read_hidden_states_are_refused(model: Any) -> None:
         model.init_continuous_batching(settings(model), speculative=heads)
 
 
-@pytest.mark.filterwarnings("ignore:.*runs plain generate")
-def test_a_text_that_outgrows_the_positions_is_written_alone() -> None:
-    model = lookahead_hf.enable(models.tiny("gpt2", n_positions=48))
-    texts, config = prompts(4, longest=8), settings(model, max_new_tokens=30)
-    texts[2] = (texts[2] * 40)[:40]
-    config.eos_token_id = alone(model, texts[2], settings(model, max_new_tokens=5))[4]
-    found = model.generate_batch(texts, config, speculative=DRAFTED, max_slots=2)
-    tokens = [output.generated_tokens for output in found.values()]
-    assert tokens == [alone(model, text, config) for text in texts]
-    assert found["req_2"].speculative_stats.fallback_reason == "model"
-    speculated([found[name] for name in found if name != "req_2"])
-
-
 def test_a_forward_that_fails_fails_everything_and_nobody_waits() -> None:
     model = lookahead_hf.enable(models.tiny("llama"))
     config = settings(model)
@@ -466,7 +398,7 @@ def test_a_forward_that_fails_fails_everything_and_nobody_waits() -> None:
     errors = [output.error for output in results(manager, 4).values()]
     assert all("no room" in error for error in errors)
     manager.stop()
-    assert isinstance(manager.background_thread_status.fatal_error, MemoryError)  # the server's
+    assert isinstance(manager.fatal_error, MemoryError)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -495,16 +427,3 @@ def test_who_waits_goes_on_when_another_thread_stops_the_run(model: Any) -> None
     manager.start()
     threading.Timer(0.1, lambda: manager.stop(block=False)).start()
     assert manager.get_result() is None
-
-
-def test_processors_of_a_run_can_be_turned_off(model: Any) -> None:
-    config = settings(model)
-    expected = [alone(model, prompt, config) for prompt in prompts(2)]
-    config.suppress_tokens = sorted({*expected[0][:3], *expected[1][:3]})
-    manager = model.init_continuous_batching(config, seeded(), speculative=DRAFTED)
-    manager.logit_processor.clear()
-    manager.start()
-    names = manager.add_requests(prompts(2))
-    found = results(manager, 2)
-    manager.stop()
-    assert [found[name].generated_tokens for name in names] == expected

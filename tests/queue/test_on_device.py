@@ -84,6 +84,7 @@ def test_rows_with_rules_of_their_own_are_decided_on_the_host(
     assert {decides for *_, decides in kept.recordings} == {True, False}
 
 
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
 def test_a_longer_text_moves_all_rows_to_larger_graphs(
     model: Any, made: list[TapeRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:

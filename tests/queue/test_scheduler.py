@@ -121,3 +121,30 @@ def test_a_prompt_that_makes_nan_leaves_none_behind(monkeypatch: pytest.MonkeyPa
     for number in (0, 2):
         config = settings(model, max_new_tokens=most_new[number])
         assert found[str(number)].generated_tokens == alone(model, texts[number], config)
+
+
+def test_a_new_request_waits_for_two_steps_and_its_prompt(
+    blocks: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = lookahead_hf.enable(models.tiny("llama"), default=DRAFTED)
+    monkeypatch.setattr(scheduler, "CHUNK", 8)
+    (old, new), config = [(each * 30)[:20] for each in prompts(2)], settings(model)
+    manager = model.init_continuous_batching(config, seeded(), max_slots=3)
+    heard, deliver = dict[str, int](), type(manager.engine).deliver
+
+    def noted(self: Any, job: Any, record: Any = None) -> None:
+        heard.setdefault(job.state.request_id, len(blocks))
+        if len(blocks) >= 6 and "new" not in asked:
+            asked["new"] = len(blocks)
+            manager.add_request(new, request_id="new", streaming=True)
+        deliver(self, job, record)
+
+    asked = dict[str, int]()
+    monkeypatch.setattr(type(manager.engine), "deliver", noted)
+    manager.add_request(old, request_id="old", streaming=True, max_new_tokens=100)
+    manager.start()
+    while "new" not in heard:
+        assert manager.get_result(timeout=60) is not None
+    manager.stop()
+    assert heard["new"] - asked["new"] <= 3 + 2  # pieces of its prompt, and two steps
+    assert any(decoding and pieces for decoding, pieces in blocks)

@@ -14,7 +14,6 @@ from lookahead_hf.generation.recorder import StatsRecorder
 from lookahead_hf.queue import scheduler
 from lookahead_hf.queue import session as queue_session
 from lookahead_hf.queue.session import RowTimes
-from lookahead_hf.rows import Rows
 from lookahead_hf.stats import joined
 from lookahead_hf.trace.steps import PARTS
 from tests.helpers import models
@@ -134,17 +133,3 @@ def test_the_time_of_a_step_is_shared_by_what_rows_do_in_it() -> None:
     assert [times.of_row(row)["num_fed"] for row in range(3)] == [2, 6, 0]
     times.free(1)
     assert times.of_row(1)["milliseconds"]["prefill"] == times.of_row(1)["num_fed"] == 0
-
-
-def test_a_row_is_counted_apart_until_another_text_takes_it() -> None:
-    recorder, rows = StatsRecorder(2), Rows(np.zeros((2, 1), np.int64))
-    draft = DraftTree.from_rows([((5, 6), (-1, -1)), ((7,), (-1,))])
-    recorder.observe(draft, Verdict.from_rows([(6, 8), (9,)], [(1,), ()]))
-    first, second = (recorder.of_row(rows, row, recorder.milliseconds) for row in range(2))
-    assert (first.accepted_histogram, first.budget_histogram) == ((0, 1), {2: 1})
-    assert (first.num_moved, first.max_width, first.num_steps) == (1, 2, 1)
-    assert (second.accepted_histogram, second.budget_histogram) == ((1,), {1: 1})
-    assert (second.num_moved, second.max_width, second.row_stats[0].num_drafted) == (0, 1, 1)
-    recorder.free(0)
-    assert recorder.of_row(rows, 0, recorder.milliseconds).num_steps == 0
-    assert recorder.finish(rows).row_steps == 1

@@ -10,8 +10,7 @@ import torch
 
 from lookahead_hf.call import admission
 from lookahead_hf.call.admission import Purpose
-from lookahead_hf.call.prepared import PreparedCall, Request
-from lookahead_hf.config import SpeculativeConfig
+from lookahead_hf.call.prepared import prompt_call
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.fallback import Unserved
 from lookahead_hf.model import compat
@@ -49,12 +48,10 @@ class AssistantModel:
         admission.admit(model, Purpose.ASSISTANT)
         ids, attended = _left_padded(contexts)
         mask = torch.from_numpy(attended).to(model.device)
+        prompt, further = torch.from_numpy(ids).to(model.device), dict[str, Any]()
         if model.config.is_encoder_decoder:
-            kwargs = _decoder_arguments(model, mask, encoder_inputs)
-        else:
-            kwargs = _prefill_arguments(model, mask)
-        prompt, request = torch.from_numpy(ids).to(model.device), Request(SpeculativeConfig())
-        call = PreparedCall(model, prompt, (), (), model.generation_config, kwargs, request)
+            further = _decoder_arguments(model, encoder_inputs)
+        call = prompt_call(model, prompt, mask, **further)
         admission.admit_call(call)
         self._rows = Rows(ids, attended)
         self._runner = Runner(model, len(contexts))
@@ -102,34 +99,15 @@ def _left_padded(contexts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray
     return ids, attended
 
 
-def _prefill_arguments(model: Any, attended: torch.Tensor) -> dict[str, Any]:
-    """Return the arguments that `generate` would prepare beside the prompt."""
-    kwargs: dict[str, Any] = {
-        "attention_mask": attended.long(),
-        compat.decoder_names(model).prepared_cache: compat.empty_cache(model),
-        "use_cache": True,
-    }
-    if not compat.counts_positions(model):
-        kwargs["position_ids"] = compat.positions_by_mask(attended)
-    if "logits_to_keep" in compat.forward_arguments(model):
-        kwargs["logits_to_keep"] = 1  # none is needed: the text after the prompt is known
-    return kwargs
-
-
-def _decoder_arguments(
-    model: Any, attended: torch.Tensor, encoder_inputs: EncoderInputs | None
-) -> dict[str, Any]:
-    """Return the arguments for a decoder, with the outputs of its encoder."""
+def _decoder_arguments(model: Any, encoder_inputs: EncoderInputs | None) -> dict[str, Any]:
+    """Return the arguments of a decoder that its encoder gives."""
     if encoder_inputs is None:
         raise ValueError("an encoder-decoder model cannot assist a decoder-only model")
     inputs, mask = encoder_inputs
     inputs = inputs.to(model.device, model.dtype if inputs.is_floating_point() else None)
-    cache = compat.decoder_names(model).prepared_cache
-    kwargs: dict[str, Any] = {cache: compat.empty_cache(model), "use_cache": True}
+    kwargs: dict[str, Any] = {}
     if mask is not None:
         kwargs["attention_mask"] = mask = mask.to(model.device)
     with torch.no_grad():
         kwargs["encoder_outputs"] = compat.encoded(model, inputs, mask)
-    if not attended.all():
-        kwargs["decoder_attention_mask"] = attended.long()
     return kwargs

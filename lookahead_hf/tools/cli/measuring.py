@@ -152,7 +152,9 @@ class Line:
     texts: int
     tokens: int
     tokens_per_second: float
-    ratio: float
+    ratio: float  # to plain; `lowest` and `highest` are those of single calls
+    lowest: float
+    highest: float
     tokens_per_step: float
     outside_forward: float | None  # share of the time after the prefill
     identical: float  # share of the texts that equal the plain ones
@@ -177,6 +179,7 @@ def _line(family: str, runs: list[Run], plain: list[Run]) -> Line:
         for pair in zip(run.call.rows, reference.call.rows, strict=True)
     ]
     speed = _tokens_per_second(runs)
+    ratios = [run.call.speed / each.call.speed for run, each in zip(runs, plain, strict=True)]
     return Line(
         family=family,
         system=runs[0].system,
@@ -184,6 +187,8 @@ def _line(family: str, runs: list[Run], plain: list[Run]) -> Line:
         tokens=sum(len(text) for text, _ in pairs),
         tokens_per_second=speed,
         ratio=speed / _tokens_per_second(plain),
+        lowest=min(ratios),
+        highest=max(ratios),
         tokens_per_step=_tokens_per_step(runs),
         outside_forward=_outside_forward(runs),
         identical=sum(text == reference for text, reference in pairs) / len(pairs),

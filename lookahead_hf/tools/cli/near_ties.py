@@ -1,12 +1,12 @@
-"""Finds where texts part from plain generation's, and whether two tokens are nearly tied there."""
+"""Finds where a text diverges from plain generation, and whether two tokens are nearly tied."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from lookahead_hf.tools.cli.screen import CommandError
 
@@ -32,51 +32,46 @@ SHIFTS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)
 Text = Sequence[int]
 
 
-class PartingPoint(NamedTuple):
-    """The place where a row parts from the plain run's, and both tokens; None: the text ends."""
+@dataclass(frozen=True)
+class Divergence:
+    """The first token of a row that differs from the plain run's.
+
+    One of the two logits must move by `ulps`, units of the last place, before plain decoding takes
+    the other token; None: no shift that was tried is enough. Instead of a token, None stands for
+    the end of a text.
+    """
 
     row: int
     num_same: int  # tokens before it
     plain: int | None
     other: int | None
-
-
-@dataclass(frozen=True)
-class Parting:
-    """The first token of a row that differs from the plain run's.
-
-    One of the two logits must move by `ulps`, units of the last place, before plain decoding takes
-    the other token; None: no shift that was tried is enough.
-    """
-
-    place: PartingPoint
-    ulps: int | None
+    ulps: int | None = None
 
     @property
     def is_near_tie(self) -> bool:
         return self.ulps is not None and self.ulps <= MOST_ULPS
 
 
-def describe(partings: Sequence[Parting | None]) -> str:
+def describe(divergences: Sequence[Divergence | None]) -> str:
     """Say how many texts part from the plain run's, and whether all do so at near ties."""
-    found = [parting for parting in partings if parting is not None]
+    found = [divergence for divergence in divergences if divergence is not None]
     if not found:
-        return f"identical, {len(partings)} of {len(partings)}"
-    beyond = [parting for parting in found if not parting.is_near_tie]
+        return f"identical, {len(divergences)} of {len(divergences)}"
+    beyond = [divergence for divergence in found if not divergence.is_near_tie]
     if beyond:
-        return f"BUG: parts beyond near ties, {len(beyond)} of {len(partings)}"
-    most = max(parting.ulps or 0 for parting in found)
-    return f"parts at near ties only, {len(found)} of {len(partings)} (at most {most} ulps)"
+        return f"BUG: parts beyond near ties, {len(beyond)} of {len(divergences)}"
+    most = max(divergence.ulps or 0 for divergence in found)
+    return f"parts at near ties only, {len(found)} of {len(divergences)} (at most {most} ulps)"
 
 
-def find_partings(
+def find_divergences(
     model: Any,
     call: Mapping[str, Any],
     plain: Sequence[Text],
     others: Sequence[Sequence[Text]],
     seed: int = 0,
     dtype: torch.dtype | None = None,
-) -> list[list[Parting | None]]:
+) -> list[list[Divergence | None]]:
     """Compare texts with those of plain decoding; where they part, decode again and look closely.
 
     The logits are those of plain decoding itself: its batch, its cache, one token per step. One
@@ -104,12 +99,12 @@ def find_partings(
     return [[found[place] if place else None for place in rows] for rows in places]
 
 
-def _place(row: int, plain: Text, other: Text) -> PartingPoint | None:
+def _place(row: int, plain: Text, other: Text) -> Divergence | None:
     index = first_difference(plain, other)
     if index is None:
         return None
     tokens = (text[index] if index < len(text) else None for text in (plain, other))
-    return PartingPoint(row, index, *tokens)
+    return Divergence(row, index, *tokens)
 
 
 def first_difference(left: Text, right: Text) -> int | None:
@@ -124,18 +119,18 @@ def first_difference(left: Text, right: Text) -> int | None:
 def _examine(
     model: Any,
     call: Mapping[str, Any],
-    wanted: set[PartingPoint],
+    wanted: set[Divergence],
     plain: Sequence[Text],
     seed: int,
     dtype: torch.dtype,
-) -> dict[PartingPoint, Parting]:
+) -> dict[Divergence, Divergence]:
     """Run plain decoding up to the last of these places, and look at each of them."""
     import torch
 
     from lookahead_hf.model import compat
 
     # Without a token there is no logit: a text stopped where no end token made it.
-    found = {place: Parting(place, None) for place in wanted if None in place}
+    found = {place: place for place in wanted if None in (place.plain, place.other)}
 
     def decode(
         model: Any,
@@ -184,15 +179,15 @@ def _choices(
 
 
 def _measure(
-    place: PartingPoint,
+    place: Divergence,
     choose: Callable[[torch.Tensor], list[int]],
     logits: torch.Tensor,  # [rows, vocab]
     dtype: torch.dtype,
-) -> Parting:
+) -> Divergence:
     """Shift the two logits of a place until plain decoding takes the other token."""
     import torch
 
-    row, _, plain, other = place
+    row, plain, other = place.row, place.plain, place.other
     assert plain is not None and other is not None
     _check_repeated(choose(logits)[row] == plain)
     sizes = logits[row].abs()
@@ -204,8 +199,8 @@ def _measure(
             shifted = logits.clone()
             shifted[row, token] += by
             if choose(shifted)[row] == other:
-                return Parting(place, ulps)
-    return Parting(place, None)
+                return replace(place, ulps=ulps)
+    return place
 
 
 def _spacing(value: float, dtype: torch.dtype) -> float:

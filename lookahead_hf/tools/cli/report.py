@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lookahead_hf.tools.cli.measuring import PLAIN, Call
+from lookahead_hf.tools.cli.measuring import PLAIN, Call, Line, Run, summarize
 from lookahead_hf.tools.cli.screen import Screen
 
 DEFAULT, NGRAM, LEARN, NO_DRAFTS = "default", "prompt lookup", "learning pool", "no drafts"
@@ -48,25 +48,6 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Speed:
-    """The speed of one setting, prompts included.
-
-    Attributes:
-        config: The Python expression that makes the setting.
-        speed_up: Tokens per second over those of plain `generate`; `lowest` and `highest` are those
-            of single texts.
-    """
-
-    setting: str
-    config: str
-    speed_up: float
-    lowest: float
-    highest: float
-    tokens_per_step: float
-    tokens_per_second: float
-
-
-@dataclass(frozen=True)
 class Finding:
     """What was measured for one group of prompts."""
 
@@ -77,25 +58,25 @@ class Finding:
     repeats: dict[str, float]  # shares of the output's tokens
     prefill_share: float  # of the time of plain generate
     plain_tokens_per_second: float
-    speeds: dict[str, Speed]
+    speeds: dict[str, Line]  # by setting
 
     @property
-    def best(self) -> Speed:
+    def best(self) -> Line:
         """The setting to use: the default, unless another one is clearly faster."""
-        fastest = max(self.speeds.values(), key=lambda each: each.speed_up)
+        fastest = max(self.speeds.values(), key=lambda each: each.ratio)
         default = self.speeds[DEFAULT]
-        return fastest if fastest.speed_up > CLEARLY * default.speed_up else default
+        return fastest if fastest.ratio > CLEARLY * default.ratio else default
 
     @property
     def verdict(self) -> str:
         """Whether speculation is worth switching on."""
-        if self.best.speed_up >= WORTH:
+        if self.best.ratio >= WORTH:
             return "worth it"
-        return "hardly worth it" if self.best.speed_up > 1.0 else "not worth it"
+        return "hardly worth it" if self.best.ratio > 1.0 else "not worth it"
 
     @property
     def advice(self) -> str:
-        return f"speculative={self.best.config if self.best.speed_up > 1.0 else False}"
+        return f"speculative={config_line(self.best.system) if self.best.ratio > 1.0 else False}"
 
     @property
     def why(self) -> str:
@@ -107,16 +88,16 @@ class Finding:
         if self.prefill_share >= MUCH:
             share = f"{self.prefill_share:.0%} of the plain time"
             said.append(f"The prompt takes {share}, which stays.")
-        alone = self.speeds[NO_DRAFTS].speed_up
+        alone = self.speeds[NO_DRAFTS].ratio
         if alone >= WORTH or alone <= 1 / WORTH:
             said.append(f"Without drafts, the library reaches {alone:.2f} times the plain speed.")
-        if self.best.setting == LEARN:
+        if self.best.system == LEARN:
             said.append("With a learning pool, a text may change the speed of other users' texts.")
         return " ".join(said)
 
     def to_dict(self) -> dict[str, Any]:
         derived = {"verdict": self.verdict, "why": self.why, "use": self.advice}
-        return {**asdict(self), **derived, "best": self.best.setting}
+        return {**asdict(self), **derived, "best": self.best.system}
 
 
 def findings(measured: Sequence[Measured]) -> list[Finding]:
@@ -125,8 +106,9 @@ def findings(measured: Sequence[Measured]) -> list[Finding]:
 
 def _finding(group: str, measured: Sequence[Measured]) -> Finding:
     own = [each for each in measured if each.group == group]
-    plain = [each.calls[PLAIN] for each in own]
-    seconds = sum(call.seconds for call in plain)
+    runs = [Run(group, name, [call]) for each in own for name, call in each.calls.items()]
+    speeds = {line.system: line for line in summarize(runs) if line.family == group}
+    seconds = sum(each.calls[PLAIN].seconds for each in own)
     prefill = [stats.prefill_ms for each in own if (stats := each.calls[DEFAULT].stats)]
     return Finding(
         group=group,
@@ -135,30 +117,9 @@ def _finding(group: str, measured: Sequence[Measured]) -> Finding:
         output_tokens=sum(len(each.output) for each in own) / len(own),
         repeats=repeats(measured, group),
         prefill_share=min(1.0, sum(prefill) / 1000 / seconds),
-        plain_tokens_per_second=_speed(plain),
-        speeds={
-            name: _of_setting(name, [each.calls[name] for each in own], plain) for name in SETTINGS
-        },
+        plain_tokens_per_second=speeds[PLAIN].tokens_per_second,
+        speeds={name: speeds[name] for name in SETTINGS},
     )
-
-
-def _of_setting(name: str, calls: Sequence[Call], plain: Sequence[Call]) -> Speed:
-    ratios = [ours.speed / theirs.speed for ours, theirs in zip(calls, plain, strict=True)]
-    stats = [call.stats for call in calls if call.stats is not None]
-    emitted = sum(each.num_emitted - each.rows for each in stats)
-    return Speed(
-        setting=name,
-        config=config_line(name),
-        speed_up=_speed(calls) / _speed(plain),
-        lowest=min(ratios),
-        highest=max(ratios),
-        tokens_per_step=emitted / max(1, sum(each.row_steps for each in stats)),
-        tokens_per_second=_speed(calls),
-    )
-
-
-def _speed(calls: Sequence[Call]) -> float:
-    return sum(call.num_tokens for call in calls) / sum(call.seconds for call in calls)
 
 
 def repeats(measured: Sequence[Measured], group: str) -> dict[str, float]:
@@ -191,7 +152,7 @@ def show(found: Sequence[Finding], about: dict[str, Any], screen: Screen) -> Non
         [
             each.group,
             str(each.texts),
-            f"{each.best.speed_up:.2f}",
+            f"{each.best.ratio:.2f}",
             f"{each.best.lowest:.2f}-{each.best.highest:.2f}",
             f"{each.best.tokens_per_step:.2f}",
             f"{each.plain_tokens_per_second:.1f} -> {each.best.tokens_per_second:.1f}",
@@ -205,7 +166,7 @@ def show(found: Sequence[Finding], about: dict[str, Any], screen: Screen) -> Non
     for each in found:
         screen.line(f"\n{each.group}: {each.verdict}", "bold")
         screen.line(each.why)
-        compared = [f"{e.setting} {e.speed_up:.2f}" for e in each.speeds.values()]
+        compared = [f"{e.system} {e.ratio:.2f}" for e in each.speeds.values()]
         screen.line(f"Speed-ups by setting: {', '.join(compared)}.")
         screen.write(f"{each.advice}\n", "bold green")  # never wrapped, to be copied
     screen.line()

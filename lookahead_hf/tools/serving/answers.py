@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
@@ -23,59 +23,128 @@ def as_json(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 
+class Answer:
+    """What a client gets: the answer to one request, or those to several as choices of one answer.
+
+    Attributes:
+        requests: The requests.
+        has_started: Whether the status was sent.
+        has_ended: Whether all was sent.
+        is_stream: Whether it is sent as a stream.
+    """
+
+    def __init__(self, requests: Sequence[ServedRequest], num_prompts: int = 1) -> None:
+        """`num_prompts`: how many prompts the requests have, one after the other."""
+        self.requests, self._each = requests, len(requests) // num_prompts
+        self.has_started = self.has_ended = self.is_stream = False
+        self._answers: dict[int, dict[str, Any]] = {}  # with the usage, by the request's place
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether it has the choices of several requests."""
+        return len(self.requests) > 1
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing but one request's answer, or nothing at all, is missing."""
+        return not self.is_joined or len(self._answers) == len(self.requests)
+
+    def end(self, why: str | None = None, status: int = 400) -> None:
+        """Give all requests up."""
+        for each in self.requests:
+            each.end(why, status)
+
+    def join(self, request: ServedRequest, whole: dict[str, Any], is_stream: bool) -> bytes:
+        """Return what to send of a request's answer, or of an event of its stream."""
+        if not self.is_joined:
+            return as_json(whole)
+        at = self.requests.index(request)
+        for choice in whole.get("choices") or ():
+            choice["index"] = at
+        if not whole.get("usage"):
+            return as_json(whole)
+        self._answers[at] = whole
+        sums = as_json(self._sums(is_stream)) if self.is_complete else b""
+        if not is_stream:
+            return sums
+        whole = {name: value for name, value in whole.items() if name not in ("usage", "metrics")}
+        shown = as_json(whole)
+        return b"\n\n".join([shown, *([_EVENT + sums] if sums else [])])
+
+    def _sums(self, is_stream: bool) -> dict[str, Any]:
+        answers = [self._answers[at] for at in range(len(self.requests))]
+        of_prompts = sum(each["usage"]["prompt_tokens"] for each in answers[:: self._each])
+        written = sum(each["usage"]["completion_tokens"] for each in answers)
+        usage = {"prompt_tokens": of_prompts, "completion_tokens": written}
+        usage["total_tokens"] = of_prompts + written
+        choices = [] if is_stream else [choice for each in answers for choice in each["choices"]]
+        whole = {**answers[0], "usage": usage, "choices": choices}
+        found = [each.stats for each in self.requests if each.stats is not None]
+        joined = reduce(stats.joined, found) if found else None
+        add_fields(whole, ServedRequest(prediction=self.requests[0].prediction, stats=joined))
+        return whole
+
+
 class Reply:
-    """Sends an answer with its statistics, holding a stream back until its first token.
+    """Sends the answer to a request with its statistics, a stream from its first token on.
 
     Until then `generate` may refuse its arguments, and the client gets an ordinary error.
     """
 
-    def __init__(self, request: ServedRequest, send: Send, *, holds: bool = True) -> None:
+    def __init__(
+        self, request: ServedRequest, send: Send, answer: Answer, *, holds: bool = True
+    ) -> None:
         """`holds`: whether the answer is a text, of which a stream waits for the first token."""
-        self._request, self._send, self._holds = request, send, holds
-        self.has_started = self.has_ended = False
+        self._request, self._send, self._answer = request, send, answer
+        self._holds = holds
         self._start: Message = {}
         self._held = b""
         self._end = TextEnd(request.stop)
         self._num_places = self._shown = self._covered = 0
 
     async def __call__(self, message: Message) -> None:
-        if self.has_ended:
+        answer, request = self._answer, self._request
+        if answer.has_ended:
             return
         if message["type"] == "http.response.start":
             self._start, self._headers = message, MutableHeaders(scope=message)
             return
         is_last = not message.get("more_body", False)
         self._held += message.get("body", b"")
-        request, is_stream = self._request, self._is_stream
+        is_stream, status = self._is_stream, min(self._start["status"], 599)
         if not is_last and not (is_stream and (request.has_begun or not self._holds)):
             return
-        if request.refusal is not None and not self.has_started:
+        if request.refusal is not None and not answer.has_started:
             return
         body, self._held = self._changed(self._held, is_stream), b""
+        if status >= 400:
+            body, status = as_error(body), 400 if status == 422 else status
+            if answer.is_joined:
+                answer.end(json.loads(body)["error"]["message"], status)
         if request.refusal is not None and request.is_cancelled:
             return  # it is told in the end
-        if self._start["status"] >= 400:
-            body = as_error(body)
-            self._start["status"] = min(self._start["status"], 599)
-            if self._start["status"] == 422:
-                self._start["status"] = 400
-        if not self.has_started:
-            self.has_started = True
+        is_last &= answer.is_complete
+        if answer.is_joined and not body and not is_last:
+            return  # the other choices are missing
+        if not answer.has_started:
+            answer.has_started, answer.is_stream = True, is_stream
+            self._start["status"] = status
             if not is_stream:
                 self._headers["content-length"] = str(len(body))
             await self._send(self._start)
-        self.has_ended = is_last
+        answer.has_ended = is_last
         await self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
 
     async def refuse(self, why: str, status: int = 400, code: str | None = None) -> None:
         """End the answer with an error: that of a stream which has begun is its last event."""
-        if self.has_ended:
+        if self._answer.has_ended:
             return
-        self.has_ended = True
+        self._answer.has_ended = True
+        self._answer.end()
         body = as_json(error(why, code, status))
-        if self.has_started and not self._is_stream:
+        if self._answer.has_started and not self._answer.is_stream:
             return  # the server closes the connection
-        if self.has_started:
+        if self._answer.has_started:
             body = _EVENT + body + b"\n\n"
         else:
             headers = [(b"content-type", b"application/json")]
@@ -95,18 +164,23 @@ class Reply:
     def _changed(self, body: bytes, is_stream: bool) -> bytes:
         """Return an answer, or events of a stream, with our fields and without what is cut."""
         if not is_stream:
-            return self._changed_one(body)
+            return self._changed_one(body, is_stream)
         known = b'"usage"' in body or b'data: {"error"' in body
         if not known and not self._changes_choices:
             return body
         return b"\n\n".join(
-            _EVENT + self._changed_one(event[len(_EVENT) :]) if event.startswith(_EVENT) else event
+            _EVENT + self._changed_one(event[len(_EVENT) :], is_stream)
+            if event.startswith(_EVENT)
+            else event
             for event in body.split(b"\n\n")
         )
 
-    def _changed_one(self, answer: bytes) -> bytes:
+    def _changed_one(self, answer: bytes, is_stream: bool) -> bytes:
         if answer.startswith(b'{"error": "'):  # of transformers, which does not escape it
-            return as_json(error(self._request.refusal or FAILED, None, 500))
+            why = self._request.refusal or FAILED
+            if self._answer.is_joined:
+                self._answer.end(why, 500)
+            return as_json(error(why, None, 500))
         try:
             whole = json.loads(answer)
         except ValueError:
@@ -124,12 +198,14 @@ class Reply:
                 self._end.cut(choice)
             if self._request.log_probs is not None:
                 self._add_log_probs(choice)
-        return as_json(whole) if is_changed else answer
+        is_changed |= self._answer.is_joined
+        return self._answer.join(self._request, whole, is_stream) if is_changed else answer
 
     @property
     def _changes_choices(self) -> bool:
         request = self._request
-        return bool(request.stop or request.unfinished_end) or request.log_probs is not None
+        asked = request.stop or request.unfinished_end or self._answer.is_joined
+        return bool(asked) or request.log_probs is not None
 
     def _add_log_probs(self, choice: dict[str, Any]) -> None:
         """Add the log probabilities of the tokens of a piece; the last piece has the rest."""
@@ -249,103 +325,3 @@ def add_fields(whole: dict[str, Any], request: ServedRequest) -> bool:
         details["accepted_prediction_tokens"] = source.accepted
         details["rejected_prediction_tokens"] = source.drafted - source.accepted
     return True
-
-
-class Choices:
-    """Joins the answers to several requests into one of several choices."""
-
-    def __init__(self, requests: Sequence[ServedRequest], num_prompts: int, send: Send) -> None:
-        """`num_prompts`: how many prompts the requests have, one after the other."""
-        self._requests, self._each, self._send = requests, len(requests) // num_prompts, send
-        self._answers: dict[int, dict[str, Any]] = {}  # the last one with usage, of each request
-        self._is_stream = False
-        self.has_started = False
-
-    def sender(self, index: int) -> Callable[[Message], Any]:
-        """Return the `send` of one request's answer."""
-        starts: list[Message] = []
-        held = bytearray()
-
-        async def send(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                starts.append(message)
-                return
-            headers = MutableHeaders(raw=list(starts[0]["headers"]))
-            held.extend(message["body"])
-            self._is_stream = headers.get("content-type", "").startswith("text/event-stream")
-            if starts[0]["status"] >= 400:
-                await self._fail(index, starts[0]["status"], bytes(held))
-            elif self._is_stream:
-                await self._pass_on(index, starts[0], bytes(held))
-                held.clear()
-            elif not message.get("more_body", False):
-                self._answers[index] = json.loads(bytes(held))
-                await self._end(starts[0])
-
-        return send
-
-    async def _fail(self, index: int, status: int, body: bytes) -> None:
-        """Give all requests up, since one of them was refused."""
-        said = json.loads(body)["error"]["message"]
-        for each in self._requests:
-            each.end(said, status)
-
-    async def _pass_on(self, index: int, start: Message, events: bytes) -> None:
-        for event in events.split(b"\n\n"):
-            if not event.startswith(_EVENT):
-                continue
-            whole = json.loads(event[len(_EVENT) :])
-            for choice in whole.get("choices") or ():
-                choice["index"] = index
-            if "error" in whole:
-                await self._fail(index, 500, event[len(_EVENT) :])
-                return
-            if whole.get("usage"):
-                self._answers[index] = json.loads(event[len(_EVENT) :])
-                whole.pop("usage")
-                whole.pop("metrics", None)
-            await self._send_body(start, _EVENT + as_json(whole) + b"\n\n", True)
-        await self._end(start)
-
-    async def _end(self, start: Message) -> None:
-        """Send the sums once all answers are there."""
-        if len(self._answers) < len(self._requests):
-            return
-        answers = [self._answers[index] for index in range(len(self._requests))]
-        whole = dict(answers[0])
-        of_prompts = sum(each["usage"]["prompt_tokens"] for each in answers[:: self._each])
-        written = sum(each["usage"]["completion_tokens"] for each in answers)
-        whole["usage"] = {
-            "prompt_tokens": of_prompts,
-            "completion_tokens": written,
-            "total_tokens": of_prompts + written,
-        }
-        found = [each.stats for each in self._requests if each.stats is not None]
-        joined = reduce(stats.joined, found) if found else None
-        add_fields(whole, ServedRequest(prediction=self._requests[0].prediction, stats=joined))
-        choices = [choice for each in answers for choice in each["choices"]]
-        whole["choices"] = [] if self._is_stream else choices
-        for index, choice in enumerate(whole["choices"]):
-            choice["index"] = index
-        body = as_json(whole)
-        if self._is_stream:
-            body = _EVENT + body + b"\n\n"
-        await self._send_body(start, body, False)
-
-    async def refuse(self, why: str, status: int) -> None:
-        """End the answer with an error."""
-        reply = Reply(self._requests[0], self._send)
-        if self.has_started:
-            body = _EVENT + as_json(error(why, None, status)) + b"\n\n"
-            await self._send({"type": "http.response.body", "body": body, "more_body": False})
-        else:
-            await reply.refuse(why, status)
-
-    async def _send_body(self, start: Message, body: bytes, more: bool) -> None:
-        if not self.has_started:
-            self.has_started = True
-            headers = MutableHeaders(raw=list(start["headers"]))
-            if not self._is_stream:
-                headers["content-length"] = str(len(body))
-            await self._send({**start, "headers": headers.raw})
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})

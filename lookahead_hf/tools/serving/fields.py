@@ -78,7 +78,6 @@ class ServedRequest:
         media: The type of its first part that is no text, such as a picture.
         length: The field that sets the length of its answer, None if the server does.
         seed: Its seed, None for random numbers of the server's.
-        group: Names the answers to one prompt, which draft from each other; None if it is alone.
         stop: The texts that end its answer.
         presence_penalty: What a token that the answer has loses.
         log_probs: How many of the likeliest tokens in every place of the answer have a log
@@ -110,7 +109,6 @@ class ServedRequest:
     media: str | None = None
     length: str | None = None
     seed: int | None = None
-    group: str | None = None
     stop: tuple[str, ...] = ()
     presence_penalty: float = 0.0
     log_probs: int | None = None

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.queue.request import request_seed
-from lookahead_hf.tools.serving.answers import FAILED, Choices, Reply
+from lookahead_hf.tools.serving.answers import FAILED, Answer, Reply
 from lookahead_hf.tools.serving.checks import (
     COMPLETIONS,
     REFUSED,
@@ -80,7 +80,7 @@ class Entrance:
             await self._app(scope, receive, send)
             return
         request = ServedRequest(loop=asyncio.get_running_loop())
-        reply = Reply(request, send, holds=False)
+        reply = Reply(request, send, Answer([request]), holds=False)
         try:
             self._check_key(scope)
             if scope["method"] != "POST":
@@ -144,8 +144,7 @@ class Entrance:
         scope = {**scope, "headers": headers}
         if path not in PATHS:
             self._check_other(path, body)
-            replies = [Reply(request, send, holds=False)]
-            await self._answer([request], [body], scope, receive, replies)
+            await self._answer([body], scope, receive, send, Answer([request]), holds=False)
             return
         headers = [each for each in headers if each[0] not in (b"content-type", b"content-length")]
         scope = {**scope, "headers": [*headers, (b"content-type", b"application/json")]}
@@ -159,17 +158,7 @@ class Entrance:
         self._live.requests.discard(request)
         self._live.requests.update(requests)
         try:
-            if len(requests) == 1:
-                replies = [Reply(requests[0], send)]
-                await self._answer(requests, bodies, scope, receive, replies)
-                return
-            joined = Choices(requests, num_prompts, send)
-            replies = [Reply(each, joined.sender(index)) for index, each in enumerate(requests)]
-            await self._answer(requests, bodies, scope, receive, replies)
-            for each in requests:
-                if each.refusal is not None:
-                    await joined.refuse(each.refusal, each.status)
-                    break
+            await self._answer(bodies, scope, receive, send, Answer(requests, num_prompts))
         finally:
             self._live.requests.difference_update(requests)
 
@@ -201,14 +190,13 @@ class Entrance:
         requests: list[ServedRequest] = []
         bodies = []
         for prompt in prompts:
-            group = secrets.token_hex(8) if each > 1 else None
             body = fields if prompt is None else {**fields, "prompt": prompt}
             for _ in range(each):
                 index, seed = len(requests), taken.seed
                 if seed is not None and index:
                     seed = request_seed(seed, index)
                 own: dict[str, Any] = {"over": asyncio.Event(), "when_over": [], "places": []}
-                request = dataclasses.replace(taken, loop=loop, seed=seed, group=group, **own)
+                request = dataclasses.replace(taken, loop=loop, seed=seed, **own)
                 requests.append(request)
                 bodies.append(json.dumps(body).encode())
         return requests, bodies, len(prompts)
@@ -220,23 +208,26 @@ class Entrance:
 
     async def _answer(
         self,
-        requests: Sequence[ServedRequest],
         bodies: Sequence[bytes],
         scope: Scope,
         receive: Receive,
-        replies: Sequence[Reply],
+        send: Send,
+        answer: Answer,
+        holds: bool = True,
     ) -> None:
         """Run the application for each request; notice at once if the client goes away."""
 
         async def watch() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
-            for each in requests:
-                each.end()
+            answer.end()
 
         watching = asyncio.ensure_future(watch())
         try:
-            given = zip(requests, bodies, replies, strict=True)
+            given = [
+                (request, body, Reply(request, send, answer, holds=holds))
+                for request, body in zip(answer.requests, bodies, strict=True)
+            ]
             await asyncio.gather(*(self._run(*each, scope) for each in given))
         finally:
             watching.cancel()

@@ -19,7 +19,7 @@ from lookahead_hf.fallback import Unserved
 from lookahead_hf.logits.presence import PresencePenalty
 from lookahead_hf.model import compat
 from lookahead_hf.queue.manager import SpeculativeBatchingManager
-from lookahead_hf.queue.methods import Asked, engine_of
+from lookahead_hf.queue.methods import BatchOptions, engine_of
 from lookahead_hf.tools.serving.answers import FAILED, places, unfinished_end
 from lookahead_hf.tools.serving.fields import STOPPING, Live, ServedRequest, current
 from lookahead_hf.tools.serving.limits import Limits
@@ -168,7 +168,7 @@ class Running:
         config = copy.deepcopy(model.generation_config)
         config.max_new_tokens = config.max_new_tokens or 1024  # each request brings its own
         try:
-            engine, _ = engine_of(model, self._config, Asked(), config, self._batching)
+            engine, _ = engine_of(model, self._config, BatchOptions(), config, self._batching)
         except (Unserved, ValueError) as error:
             _logger.warning("requests are decoded one after the other: %s", error)
             return None
@@ -287,7 +287,7 @@ class Running:
                 settings = _differences(request.config, queue.generation_config)
                 if request.samples:
                     settings["do_sample"] = True
-                settings |= {"seed": request.seed, "group": request.group}
+                settings["seed"] = request.seed
                 given["max_new_tokens"] = request.config.max_new_tokens
                 given["streaming"] = True
                 if request.log_probs is not None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import DynamicCache, LogitsProcessorList
+from transformers import LogitsProcessorList
 
 import lookahead_hf
 from lookahead_hf import kernels
@@ -311,7 +311,7 @@ def test_blocks_copy_no_experts(
     monkeypatch.setattr(type(model), "device", property(lambda _: torch.device("cuda")))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (gpu, 0))
     runner, texts = kind(model, rows), Rows(np.full((rows, 20), 5))
-    start(runner, prompt(rows, 20), DynamicCache(config=model.config))
+    start(runner, prompt(rows, 20))
     for row in range(rows):
         texts.emit(row, 5)
     draft = DraftTree.from_chains([[list(range(5, 4 + width))]] * rows)

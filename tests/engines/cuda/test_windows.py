@@ -91,7 +91,7 @@ def test_they_take_no_more_memory_than_plains(asked: bool, monkeypatch: pytest.M
         model(ids, **{CACHE: plain})
         held = sum(layer.keys.nbytes + layer.values.nbytes for layer in plain.layers)
         runner, rows = CudaRunner(model, 1, room=64, cuda_graphs=asked), Rows(ids.numpy())
-        start(runner, ids, DynamicCache(config=model.config))
+        start(runner, ids)
         rows.emit(0, 5)
         runner.launch(rows, DraftTree.empty(1))
         ours = sum(store.nbytes for g in runner.cache.slots.each_group() for store in g.stores)

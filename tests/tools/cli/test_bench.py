@@ -43,25 +43,6 @@ def test_without_a_file_the_demos_prompts_are_taken(folder: str, run: Run) -> No
     assert "measuring" in shown.err
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("nothing.txt", None, "cannot be read (No such file"),
-        ("empty.txt", "\n\n", "no prompt"),
-        ("broken.jsonl", "{", "line 1: this is not JSON"),
-        ("broken.txt", "a\n{", "line 2: this is not JSON"),
-        ("other.jsonl", '{"text": "a"}', "line 1: no field 'prompt', only text"),
-        ("number.jsonl", "5", "line 1: no field 'prompt', only a int"),
-    ],
-)
-def test_prompts_that_cannot_be_read_are_one_message(
-    name: str, content: str | None, message: str, run: Run
-) -> None:
-    if content is not None:
-        Path(name).write_text(content)
-    assert message in run("bench", "--prompts", name, code=1).err
-
-
 def test_an_interrupted_run_shows_what_there_is(
     folder: str, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:

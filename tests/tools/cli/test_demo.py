@@ -16,7 +16,8 @@ from lookahead_hf.tools.cli.commands import demo
 from lookahead_hf.tools.cli.comparison import run_speculative
 from lookahead_hf.tools.cli.measuring import Call
 from tests.helpers.commands import Run
-from tests.helpers.tiny_chat import DRAFTING, byte_tokenizer
+from tests.helpers.grammars import LEVEL, schema
+from tests.helpers.tiny_chat import DRAFTING, byte_tokenizer, save_tiny_chat
 
 
 def test_demo_shows_identical_texts_and_what_was_drafted(folder: str, run: Run) -> None:
@@ -31,7 +32,7 @@ def test_demo_shows_identical_texts_and_what_was_drafted(folder: str, run: Run) 
 def test_demo_and_generate_as_json(folder: str, run: Run) -> None:
     common = ["--model", folder, "--new-tokens", "24", "--json", "--config", json.dumps(DRAFTING)]
     (outcome,) = run("demo", *common, "--dtypes", "float32", "--prompt", "abc abc").result
-    assert outcome["dtype"] == "float32" and outcome["parting"] is None
+    assert outcome["dtype"] == "float32" and outcome["divergence"] is None
     speculative = run("generate", *common, "abc abc").result
     plain = run("generate", *common, "--plain", "abc abc").result
     assert speculative["text"] == plain["text"] and plain["num_tokens"] == 24
@@ -110,3 +111,17 @@ def test_each_way_to_draft(source: str, folder: str, generate: Run) -> None:
     stats, name = shown["stats"], "ngram" if words[0] == "--config" else source
     assert stats["fallback_reason"] is None and name in stats["per_source"]
     assert stats["per_source"][name]["drafted"] > 0
+
+
+def test_the_command_obeys_a_schema(tmp_path: Path, run: Run) -> None:
+    folder, file = save_tiny_chat(tmp_path / "model"), tmp_path / "schema.json"
+    file.write_text(json.dumps(schema(level=LEVEL, is_open={"type": "boolean"})))
+    common = ("--model", str(folder), "--json-schema", str(file), "--max-new-tokens", "60")
+    record = json.loads(run("generate", *common, "abc").out)
+    assert record["level"] in LEVEL["enum"]
+    file.write_text('{"type": "x"}')
+    said = run("generate", *common, "abc", code=1).err
+    assert "the JSON schema cannot be compiled: Unsupported type" in said.splitlines()[-1]
+    file.write_bytes(b'{"title": "gr\xf6\xdfe"}')
+    said = run("generate", *common, "abc", code=1).err
+    assert f"{file} is not text in UTF-8: " in said.splitlines()[-1]

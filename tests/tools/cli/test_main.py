@@ -13,7 +13,6 @@ import pytest
 import torch
 import transformers
 
-import lookahead_hf
 from lookahead_hf.fallback import FallbackReason
 from lookahead_hf.tools.cli import loading
 from tests.helpers.commands import Run
@@ -21,61 +20,6 @@ from tests.helpers.commands import Run
 COMMANDS = ("demo", "generate", "trace", "bench", "pool", "env")
 ROOT = Path(__file__).parents[3]
 ACTIONS = ("pool build", "pool info", "pool merge", "pool check")
-
-
-@pytest.mark.parametrize("command", [*COMMANDS, *ACTIONS])
-def test_help_has_examples(command: str, run: Run) -> None:
-    assert f"  lookahead-hf {command}" in run(*command.split(), "--help").out
-
-
-@pytest.mark.parametrize(
-    ("words", "shown"),
-    [
-        ("sing", "demo|generate|trace|serve|analyze|bench|pool|compile|env"),
-        ("pool", "build|info|merge|check"),
-        ("bench --rounds 0", "x>=1"),
-        ("generate --threads 100000 Hello", "1<=x<=1024"),
-        (f"bench --seed {2**63}", "is not in the range -9223372036854775808<=x<="),
-        ("generate --top-p 2 Hello", "0<x<=1"),
-        (
-            "generate --config fast Hello",
-            "no file, no JSON and no preset; known: default, prompt_lookup",
-        ),
-        ("generate --config {" + "'budget':3} Hello", "Expecting property name"),
-        ('generate --config {"drafters":["x"]} Hello', "there is no drafter 'x'"),
-        ("generate --pool nothing", "'nothing' does not exist"),
-        ("demo --prediction nothing", "'nothing' does not exist"),
-    ],
-)
-def test_wrong_usage(words: str, shown: str, run: Run) -> None:
-    assert shown in run(*words.split(), code=2).err
-
-
-@pytest.mark.parametrize("command", ["", *COMMANDS[:-2]])
-def test_version(command: str, run: Run) -> None:
-    shown = run(*command.split(), "--version").out
-    assert shown == f"lookahead-hf, version {lookahead_hf.__version__}\n"
-
-
-@pytest.mark.parametrize(
-    ("words", "shown"),
-    [
-        ("--model ./nothing", "./nothing could not be loaded (there is no such folder): --model"),
-        ("--model {tmp}", "the tokenizer of {tmp} could not be loaded (ValueError"),
-        ("--device cuda:77", "--device cuda:77 cannot be used here, take cpu"),
-        ("--device meta", "--device meta cannot be used here, take cpu"),
-        ("--model {model} --assistant ./nothing", "(there is no such folder): --assistant takes"),
-        ("--model {model} --prediction {tmp}/bytes", "utf-8"),
-        ("--model ./nothing --pool {tmp}/bytes", "bytes is not a pool"),
-    ],
-)
-def test_what_is_missing_is_one_sentence(
-    words: str, shown: str, folder: str, tmp_path: Path, run: Run
-) -> None:
-    Path("bytes").write_bytes(b"\xff")
-    filled = words.format(tmp=tmp_path, model=folder).split()
-    said = run("generate", "Hello", *filled, code=1)
-    assert shown.format(tmp=tmp_path) in said.err.splitlines()[-1] and said.out == ""
 
 
 @pytest.mark.parametrize(

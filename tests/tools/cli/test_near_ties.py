@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lookahead_hf
-from lookahead_hf.tools.cli.near_ties import SHIFTS, Parting, PartingPoint, describe, find_partings
+from lookahead_hf.tools.cli.near_ties import SHIFTS, Divergence, describe, find_divergences
 from lookahead_hf.tools.cli.screen import CommandError
 from tests.helpers.calls import padded
 from tests.helpers.models import tiny
@@ -57,12 +57,13 @@ def test_a_planted_token_is_as_far_off_as_its_score(
     assert plain[ROW][INDEX] == best[0]
     other = [list(row) for row in plain]
     other[ROW][INDEX] = best[rank]
-    ((first, parting, last),) = find_partings(model, call, plain, [other], seed=5)
+    ((first, divergence, last),) = find_divergences(model, call, plain, [other], seed=5)
     assert first is None and last is None
-    assert parting is not None
-    assert parting.place == PartingPoint(ROW, INDEX, best[0], best[rank])
+    assert divergence is not None
+    assert (divergence.row, divergence.num_same) == (ROW, INDEX)
+    assert (divergence.plain, divergence.other) == (best[0], best[rank])
     gap = float(scores[ROW, best[0]] - scores[ROW, best[rank]]) * (temperature or 1.0)
-    assert parting.ulps == ulps_of(gap, logits[INDEX][ROW], best[0], best[rank])
+    assert divergence.ulps == ulps_of(gap, logits[INDEX][ROW], best[0], best[rank])
 
 
 def test_texts_of_several_runs_and_rows(model: Any) -> None:
@@ -70,18 +71,18 @@ def test_texts_of_several_runs_and_rows(model: Any) -> None:
     plain, logits = written(model, call)
     far = int(logits[3][0].argmin())
     wrong = [[*plain[0][:3], far], plain[1], plain[2][:5]]
-    same, partings = find_partings(model, call, plain, [plain, wrong])
+    same, divergences = find_divergences(model, call, plain, [plain, wrong])
     assert same == [None, None, None]
-    assert partings[1] is None
-    for parting, index in ((partings[0], 3), (partings[2], 5)):
-        assert parting is not None and not parting.is_near_tie
-        assert parting.place.num_same == index
-    assert partings[2] is not None and partings[2].place.other is None  # ended without an end token
+    assert divergences[1] is None
+    for divergence, index in ((divergences[0], 3), (divergences[2], 5)):
+        assert divergence is not None and not divergence.is_near_tie
+        assert divergence.num_same == index
+    assert divergences[2] is not None and divergences[2].other is None  # ended without an end token
     assert describe(same) == "identical, 3 of 3"
-    assert describe(partings) == "BUG: parts beyond near ties, 2 of 3"
-    near = Parting(PartingPoint(0, 3, 1, 2), 4)
+    assert describe(divergences) == "BUG: parts beyond near ties, 2 of 3"
+    near = Divergence(0, 3, 1, 2, 4)
     assert describe([None, near]) == "parts at near ties only, 1 of 2 (at most 4 ulps)"
-    assert not Parting(PartingPoint(0, 3, 1, 2), 8).is_near_tie
+    assert not Divergence(0, 3, 1, 2, 8).is_near_tie
 
 
 def test_a_text_that_plain_does_not_write_again(model: Any) -> None:
@@ -89,4 +90,4 @@ def test_a_text_that_plain_does_not_write_again(model: Any) -> None:
     plain, _ = written(model, call)
     changed = [[(token + 1) % 100 for token in row] for row in plain]
     with pytest.raises(CommandError, match="did not write the same text again"):
-        find_partings(model, call, changed, [plain])
+        find_divergences(model, call, changed, [plain])

@@ -141,39 +141,3 @@ def test_check_finds_a_changed_bit(run: Run, pool: Pool) -> None:
     assert run("pool", "check", "a").out == "a is intact\n"
     damage("a")
     assert "checksum" in run("pool", "check", "a", code=1).err
-
-
-def test_what_cannot_be_done_is_one_message(folder: str, run: Run) -> None:
-    Path("text.txt").write_text("hello")
-    Path("bytes.txt").write_bytes(b"\xff\xfe\x00")
-    Path("broken.jsonl").write_text('{"text": "a"}\n{"text": ')
-    Path("other.jsonl").write_text('{"content": "a"}\n')
-    Path("number.jsonl").write_text('{"text": 5}\n')
-    save("a", [1], vocab_size=10)
-    save("b", [1], vocab_size=20)
-    save("x", [1], tokenizer_fingerprint="X")
-    save("y", [1], tokenizer_fingerprint="Y")
-    save("none", [15])
-    save("damaged", range(900))
-    damage("damaged")
-    build = ["build", "--tokenizer", folder]
-    failing = {
-        "nothing.txt: No such file": [*build, "nothing.txt"],
-        "could not be loaded": ["build", "--tokenizer", ".", "text.txt"],
-        "no folder nowhere": [*build, "nothing.txt", "--output", "nowhere/c"],
-        "no folder beyond": ["merge", "beyond/c", "a", "nothing"],
-        "bytes.txt is not a text in UTF-8": [*build, "bytes.txt"],
-        "broken.jsonl, line 2: this is not JSON": [*build, "broken.jsonl"],
-        "no field 'text', only content": [*build, "other.jsonl"],
-        "the field 'text' is not a text": [*build, "number.jsonl"],
-        "max_tokens is 0": [*build, "text.txt", "--max-tokens", "0"],
-        "is not a pool": ["info", "text.txt"],
-        "have vocab_size 10 and 20": ["merge", "c", "a", "b"],
-        "tokenizer_fingerprint 'X' and 'Y'": ["merge", "c", "none", "x", "y"],
-        "token ids up to 15, but their vocabulary has 10": ["merge", "c", "none", "a"],
-        "its checksum does not match": ["merge", "c", "none", "damaged"],
-    }
-    for message, words in failing.items():
-        said = run("pool", *words, code=1).err
-        assert message in said and "Traceback" not in said
-    assert not Path("pool.safetensors").exists() and not Path("c").exists()

@@ -28,7 +28,3 @@ def test_a_text_is_shown_and_written(folder: str, run: Run) -> None:
     assert drafted == {name: source["drafted"] for name, source in stats["per_source"].items()}
     text = "".join(found.texts(0))
     assert "‹" not in text and text in shown.replace("‹", "").replace("›", "")
-
-
-def test_a_file_that_cannot_be_written_is_wrong_usage(run: Run) -> None:
-    assert "No such file" in run("trace", "--html", "none/trace.html", "abc", code=2).err

@@ -42,12 +42,6 @@ def test_requests_are_decoded_together_with_the_texts_of_generate(
     assert "lookahead_hf:spec_decode_num_accepted_tokens_total 0.0" not in served.get("/metrics")
 
 
-def test_a_stream_has_the_same_text(served: Served, expected: list[str]) -> None:
-    before = totals(served.model).stats.num_accepted
-    assert joined(served.ask(PROMPTS[0], stream=True)) == expected[0]
-    assert totals(served.model).stats.num_accepted > before
-
-
 @pytest.mark.filterwarnings("ignore:.*runs plain generate")
 def test_what_is_decoded_alone_is_decoded_beside_the_others(
     served: Served, expected: list[str]

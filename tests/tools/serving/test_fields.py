@@ -10,7 +10,7 @@ import pytest
 
 from lookahead_hf import SpeculativeConfig, SpeculativeStats
 from lookahead_hf.ngram_pool import NgramPool
-from lookahead_hf.tools.serving.answers import Reply, TextEnd
+from lookahead_hf.tools.serving.answers import Answer, Reply, TextEnd
 from lookahead_hf.tools.serving.checks import CHAT, check_fields
 from lookahead_hf.tools.serving.fields import ServedRequest, take_request
 
@@ -87,7 +87,7 @@ def sent(events: bytes, request: ServedRequest) -> bytes:
         async def send(message: Any) -> None:
             messages.append(message)
 
-        reply = Reply(request, send, holds=False)
+        reply = Reply(request, send, Answer([request]), holds=False)
         headers = [(b"content-type", b"text/event-stream")]
         await reply({"type": "http.response.start", "status": 200, "headers": headers})
         await reply({"type": "http.response.body", "body": b"", "more_body": True})

@@ -34,42 +34,6 @@ def test_the_model_that_is_served_is_listed_without_a_cache(served: Served) -> N
     assert [each.id for each in served.client.models.list()] == [served.folder]
 
 
-def test_the_first_calls_of_open_webui(served: Served) -> None:
-    (model,) = json.loads(served.get("/v1/models"))["data"]
-    said = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": [{"type": "text", "text": "def f(x):"}]},
-    ]
-    status, events = served.post(
-        CHAT,
-        {
-            "stream": True,
-            "model": model["id"],
-            "messages": said,
-            "stream_options": {"include_usage": True},
-            "max_tokens": 24,
-            "temperature": 0,
-        },
-    )
-    assert status == 200
-    chunks = [json.loads(each[6:]) for each in events.split("\n\n") if each.startswith("data: {")]
-    text = "".join(c["delta"].get("content") or "" for k in chunks for c in k["choices"])
-    assert len(text) == chunks[-1]["usage"]["completion_tokens"] == 24
-    assert chunks[-1]["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] > 0
-    task = "### Task:\nGenerate a concise, 3-5 word title with an emoji.\n### Output:\nJSON format"
-    status, title = served.post(
-        CHAT,
-        {
-            "model": model["id"],
-            "messages": [{"role": "user", "content": task}],
-            "stream": False,
-            "max_completion_tokens": 24,
-        },
-    )
-    assert status == 200
-    assert json.loads(title)["usage"]["completion_tokens"] == 24
-
-
 @pytest.mark.parametrize(
     ("path", "fields", "said"),
     [

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import http.client
 import json
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from typing import Any
 
 import pytest
@@ -15,7 +10,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.ngram_pool import NgramPool
-from lookahead_hf.tools.serving.fields import current
 from tests.helpers.served import Served, hooked, joined, serving
 
 CHAT = "/v1/chat/completions"
@@ -116,22 +110,6 @@ def test_a_wrong_value_is_a_bad_request(
         served.ask(stream=stream, extra_body=fields)
 
 
-def post(served: Served, body: str) -> http.client.HTTPConnection:
-    """Ask for a chat completion without a client; return the connection, to be closed."""
-    connection = http.client.HTTPConnection("localhost", served.port, timeout=60)
-    connection.request("POST", CHAT, body, {"Content-Type": "application/json"})
-    return connection
-
-
-DEEP = pytest.param("[" * 100_000, id="deep")
-
-
-@pytest.mark.parametrize("body", ["{", "[]", '{"no_such_field": 1}', DEEP])
-def test_what_transformers_refuses_it_still_refuses(served: Served, body: str) -> None:
-    with closing(post(served, body)) as connection:
-        assert connection.getresponse().status in (400, 422)
-
-
 def test_the_other_endpoints_speculate_too(served: Served) -> None:
     given = {"model": served.folder, "temperature": 0}
     completion = served.client.completions.create(prompt="x = ", max_tokens=48, **given)
@@ -161,55 +139,6 @@ def test_prometheus_reads_sums_over_all_requests(served: Served) -> None:
     by_position = [value for name, value in sorted(added.items()) if name.startswith(at)]
     assert by_position[0] == counts["num_spec_steps"] - counts["acceptance_histogram"][0]
     assert sum(by_position) == counts["num_accepted_draft_tokens"]
-
-
-def test_eight_clients_at_once_get_their_own_texts(served: Served) -> None:
-    prompts = [f"x_{i} = {i}" for i in range(8)]
-    plain = [served.plain(prompt) for prompt in prompts]
-    assert len({*plain}) == 8
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda i: served.ask(prompts[i], **predicting(plain[i])), range(8)))
-    assert [answer.choices[0].message.content for answer in answers] == plain
-    assert all(speculated(answer)["num_spec_steps"] < 16 for answer in answers)
-
-
-class Gate:
-    """Lets some forwards through, and the next one once the request's client has gone."""
-
-    def __init__(self, num_free: int) -> None:
-        self.num_free, self.num_forwards = num_free, 0
-        self.reached = threading.Event()
-
-    def __call__(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        self.num_forwards += 1
-        if self.num_forwards < self.num_free:
-            return
-        self.reached.set()
-        request = current.get()
-        assert request is not None
-        end = time.monotonic() + 60
-        while not request.is_cancelled and time.monotonic() < end:
-            time.sleep(0.005)
-
-
-@pytest.mark.parametrize("speculative", [{"budget": 6}, False])  # such are decoded alone
-@pytest.mark.parametrize("stream", [True, False])
-def test_generation_stops_when_the_client_goes_away(
-    served: Served, stream: bool, speculative: Any
-) -> None:
-    with hooked(served.model, Gate(num_free=5)) as gate:
-        leave_early(served, gate.reached, stream=stream, speculative=speculative)
-    assert 5 <= gate.num_forwards <= 6
-    assert served.text() == served.plain()
-
-
-def leave_early(served: Served, reached: threading.Event, **fields: Any) -> None:
-    """Ask for a long text, hang up at a point of its generation, and wait for its end."""
-    body = {"model": served.folder, "temperature": 0, "max_tokens": 1000, **fields}
-    body["messages"] = [{"role": "user", "content": "def f(x):"}]
-    with closing(post(served, json.dumps(body))):
-        assert reached.wait(60)
-    served.wait_until_idle()
 
 
 def test_a_pool_that_does_not_fit_is_refused_before_the_server_starts(folder: str) -> None:

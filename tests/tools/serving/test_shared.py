@@ -76,6 +76,7 @@ WRONG: list[tuple[str, Any]] = [
     (CHAT, b"\xff\xfe{}"),
     (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "temperature": Infinity}'),
     (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "temperature": 1e999}'),
+    (CHAT, b"{"),
     (CHAT, b"[" * 100_000),
     (CHAT, b"5"),
     ("/load_model", {"model": 5}),

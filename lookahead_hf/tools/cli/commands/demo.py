@@ -8,7 +8,7 @@ import click
 
 from lookahead_hf.tools.cli.commands.generate import open_stage
 from lookahead_hf.tools.cli.comparison import Stage, run_plain, run_speculative
-from lookahead_hf.tools.cli.near_ties import MOST_ULPS, Parting, describe, find_partings
+from lookahead_hf.tools.cli.near_ties import MOST_ULPS, Divergence, describe, find_divergences
 from lookahead_hf.tools.cli.parsing import (
     BATCH_SIZE,
     DRAFTING,
@@ -38,13 +38,13 @@ class Outcome:
     plain_speed: float
     speculative_speed: float
     tokens_per_step: float
-    parting: Parting | None  # None: the texts are identical
+    divergence: Divergence | None  # None: the texts are identical
 
     @property
     def is_wrong(self) -> bool:
         """Whether the texts part where rounding does not explain it."""
-        return self.parting is not None and not (
-            self.parting.is_near_tie and self.dtype != "float32"
+        return self.divergence is not None and not (
+            self.divergence.is_near_tie and self.dtype != "float32"
         )
 
 
@@ -101,37 +101,38 @@ def _show_prompts(stage: Stage, title: str, prompts: tuple[str, ...]) -> Outcome
     screen.line(f"\n{speculative.stats}", "dim")
     call = {**inputs, **stage.generation}
     with screen.task("comparing the texts"):
-        (partings,) = find_partings(
+        (divergences,) = find_divergences(
             stage.model, call, plain.rows, [speculative.rows], stage.seed or 0
         )
-    found = [each for each in partings if each is not None]
-    parting = min(found, key=lambda each: each.is_near_tie, default=None)  # the worst of the batch
-    if parting is None:
+    found = [each for each in divergences if each is not None]
+    # The worst of the batch.
+    divergence = min(found, key=lambda each: each.is_near_tie, default=None)
+    if divergence is None:
         screen.line(f"\nidentical: all {plain.num_tokens} tokens", "bold green")
     else:
-        _show_parting(stage, parting)
+        _show_divergence(stage, divergence)
     return Outcome(
         stage.dtype,
         title,
         plain.speed,
         speculative.speed,
         speculative.stats.tokens_per_step,
-        parting,
+        divergence,
     )
 
 
-def _show_parting(stage: Stage, parting: Parting) -> None:
-    place, tokenizer = parting.place, stage.tokenizer
+def _show_divergence(stage: Stage, divergence: Divergence) -> None:
+    tokenizer = stage.tokenizer
     plain, other = (
         "the end" if token is None else repr(tokenizer.decode([token]))
-        for token in (place.plain, place.other)
+        for token in (divergence.plain, divergence.other)
     )
     stage.screen.line(
-        f"\nThe texts part after {place.num_same} identical tokens: plain took {plain}, the "
+        f"\nThe texts part after {divergence.num_same} identical tokens: plain took {plain}, the "
         f"speculative run {other}.",
         "bold yellow",
     )
-    distance = "far apart" if parting.ulps is None else f"at most {parting.ulps} ulps apart"
+    distance = "far apart" if divergence.ulps is None else f"at most {divergence.ulps} ulps apart"
     stage.screen.line(
         f"In the plain run the logits of these two tokens are {distance}. Up to {MOST_ULPS} ulps "
         "are a near tie, which rounding can flip."
@@ -147,15 +148,15 @@ def _show_table(outcomes: list[Outcome], screen: Screen) -> None:
             f"{each.speculative_speed:.1f}",
             f"{each.speculative_speed / each.plain_speed:.2f}",
             f"{each.tokens_per_step:.2f}",
-            "identical" if each.parting is None else f"part at {each.parting.place.num_same}",
+            "identical" if each.divergence is None else f"part at {each.divergence.num_same}",
         ]
         for each in outcomes
     ]
     screen.line()
     screen.table(headers, rows)
     for dtype in dict.fromkeys(each.dtype for each in outcomes):
-        partings = [each.parting for each in outcomes if each.dtype == dtype]
-        screen.line(f"{dtype}: {describe(partings)}")
+        divergences = [each.divergence for each in outcomes if each.dtype == dtype]
+        screen.line(f"{dtype}: {describe(divergences)}")
     screen.line(
         "Each speed is one call, prefill and display included. A step is one forward of the "
         "model; plain generate makes exactly one token per step. In fp32 the texts are identical. "

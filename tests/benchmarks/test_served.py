@@ -1,4 +1,4 @@
-"""The benchmark of predictions sends its edits to a server."""
+"""The benchmarks of predictions and of several clients ask a server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,24 @@ def test_a_prediction_saves_forwards(
         benchmark.main([*words, "--new-tokens", "100"])
         *_, row = capsys.readouterr().out.splitlines()
         benchmark.main([*words, "--new-tokens", "50"])
-    assert "1 left out: 50 tokens" in capsys.readouterr().err
+        load = importlib.import_module("served_load")
+        few = [
+            "--clients",
+            "2",
+            "--requests",
+            "3",
+            "--new-tokens",
+            "8",
+            "--rounds",
+            "1",
+            "--characters",
+            "900",
+        ]
+        load.main([folder, "--ports", str(served.port), *few])
+    out, err = capsys.readouterr()
+    assert "1 left out: 50 tokens" in err
+    speed, median, longest = map(float, out.splitlines()[-1].strip("| ").split("|")[1:])
+    assert speed > 0 and 0 < median <= longest
     edit, tokens, without, predicted, *_ = [cell.strip() for cell in row.strip("|").split("|")]
     assert (edit, tokens) == ("1, same", "100")
     assert int(predicted) < 20 and int(predicted) < int(without) < 100

@@ -1,1 +1,0 @@
-"""A door: `lookahead_hf.queue` under its first name."""
