@@ -32,7 +32,8 @@ class _Name(str):
     is that of ours.
     """
 
-    __hash__ = str.__hash__
+    def __hash__(self) -> int:  # in Python, which torch.compile can trace
+        return hash(str(self))
 
     def __eq__(self, other: object) -> bool:
         return str.__eq__(self, other) or str.__eq__(self.removeprefix(_PREFIX), other)

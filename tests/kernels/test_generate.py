@@ -146,8 +146,8 @@ def test_flash_attention_is_left_to_the_kernel(
     calls.clear()
     stats = run(model, ragged(model.device), model.device)
     assert stats.engine == "device"
-    trials = 2  # of steps without and with nodes, before the first one
-    assert calls["tree_attention"] == 2 * (stats.num_steps + trials)
+    tests = len(self_test.TREES[0]) + 1  # steps of the self test
+    assert calls["tree_attention"] == 2 * (stats.num_steps + tests)
     assert flash.widths.count(14) == 4  # the prompt, of plain generation and of ours, in two layers
 
 
