@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from torch import nn
@@ -79,7 +80,7 @@ def _program_for(modules: list[nn.Module], family: known.Family | None) -> Progr
             raise Unknown("a dropout is active")
     watch = Watch(modules)
     if family is not None:
-        file = known.file_of(type(modules[0]))
+        file = sys.modules[type(modules[0]).__module__]
         for name in known.FUNCTIONS:
             function = getattr(file, name, None)
             watch.functions[file, name] = function

@@ -7,8 +7,6 @@ kernels do what a layer of such a class does is shown in its first step.
 from __future__ import annotations
 
 import inspect
-import sys
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -75,11 +73,6 @@ def family_of(kind: type, parts: tuple[str, ...]) -> Family | None:
     if family is None or kind.__module__ != f"transformers.models.{name}.modeling_{name}":
         return None
     return family if kind.__name__ in [family.prefix + part for part in parts] else None
-
-
-def file_of(kind: type) -> ModuleType:
-    """Return the module that defines a class."""
-    return sys.modules[kind.__module__]
 
 
 def is_original(function: Any) -> bool:
