@@ -1,11 +1,10 @@
-"""Time drafting from n-grams: insertions, trees and look-ups, compared with two linear scans.
+"""Time drafting from n-grams: insertions, trees and look-ups.
 
 The text is the Python source of this installation in words and letters, so no model is needed. A
-tree has up to 64 nodes: `propose` is the whole call, `compiled` the compiled functions inside it,
-and `observe` learns from a step that verified 16 nodes, mostly from their logits. The scans return
-one chain of ten tokens: KMP is one pass for the longest suffix, in numba, as in vLLM; HF is the
-prompt lookup of transformers. The fastest of three calls per context counts, and `median` is over
-the contexts; `cold` calls are single calls after reading 64 MB of other memory, as after a forward.
+tree has up to 64 nodes: `propose` is the whole call, and `observe` learns from a step that verified
+16 nodes, mostly from their logits. The fastest of three calls per context counts, and `median` is
+over the contexts; `cold` calls are single calls after reading 64 MB of other memory, as after a
+forward.
 
     python benchmarks/pool.py
     python benchmarks/pool.py --pool-tokens 1000000 --looks 100 --json pool.json
@@ -22,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from lines import Report
-from pool_drafting import NODES, Line, Looks, scans, timed, trees
+from pool_drafting import NODES, Line, Looks, timed, trees
 from pool_text import read_text
 
 from lookahead_hf.ngram_pool import NgramPool, SuffixIndexes, compilation
@@ -88,7 +87,6 @@ def measure(arguments: argparse.Namespace) -> Iterator[Line]:
     pool.add(old[:1_000_000])
     for size in CONTEXTS:
         yield from trees(fresh, size, pool, looks)
-        yield from scans(fresh, size, looks)
 
 
 def main(argv: list[str] | None = None) -> None:

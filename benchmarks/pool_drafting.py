@@ -1,44 +1,30 @@
-"""Times the drafting of a step on one core: trees, learning after a step, two linear scans."""
+"""Times the drafting of a step on one core: trees, and learning after a step."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
-from numba import njit
 from pool_text import VOCABULARY
-from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.drafting import _numba as merging
 from lookahead_hf.drafting.drafter import Step as VerifiedStep
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.merge import head
 from lookahead_hf.drafting.rates import Calibration
-from lookahead_hf.drafting.sources import _recycling_numba as recycling
 from lookahead_hf.drafting.sources.ngram import NgramDrafter
 from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
-from lookahead_hf.ngram_pool import NgramPool, _rows_numba
+from lookahead_hf.ngram_pool import NgramPool
 from lookahead_hf.rows import Rows
 from lookahead_hf.sources.pool import PoolDrafter
 
 NODES = 64
 VERIFIED = 16
 """Nodes whose logits a step learns from."""
-
-COMPILED = (
-    (_rows_numba, "grow_rows"),
-    (recycling, "grow_trees"),
-    (merging, "merge_trees"),
-)
-"""The compiled functions in which a proposal spends its time."""
 
 
 @dataclass(frozen=True)
@@ -91,45 +77,6 @@ class Looks:
         )  # fmt: skip
 
 
-def scans(text: np.ndarray, size: int, looks: Looks) -> Iterator[Line]:
-    """Time two ways to find one chain by a linear pass over the context."""
-    end = [size]
-
-    def advance() -> None:
-        end[0] += 1
-
-    yield looks.time("KMP scan (10 tokens)", size, lambda: scan(text[: end[0]], 5, 10), advance)
-    lookup = PromptLookupCandidateGenerator(max_length=len(text))
-    ids = torch.from_numpy(text.astype(np.int64))[None]
-    yield looks.time(
-        "HF prompt lookup (10)", size, lambda: lookup.get_candidates(ids[:, : end[0]]), advance
-    )
-
-
-@njit
-def scan(text, max_ngram, num_tokens):  # type: ignore[no-untyped-def]
-    """Return what followed the first occurrence of the longest suffix of up to `max_ngram` tokens.
-
-    The failure function of Knuth, Morris and Pratt over the reversed text: its prefixes are the
-    text's suffixes.
-    """
-    length, best, place = len(text), 0, 0
-    failure = np.zeros(max_ngram + 1, np.int64)
-    equal = 0
-    for i in range(1, length):
-        if equal == max_ngram:
-            equal = failure[equal - 1]
-        while equal > 0 and text[length - 1 - i] != text[length - 1 - equal]:
-            equal = failure[equal - 1]
-        if text[length - 1 - i] == text[length - 1 - equal]:
-            equal += 1
-        if i <= max_ngram:
-            failure[i] = equal
-        if equal >= best:
-            best, place = equal, length - 1 - i + equal
-    return text[place : place + num_tokens] if best else text[:0]
-
-
 class Step:
     """A text that grows by one token per step, and the drafters that follow it."""
 
@@ -156,25 +103,6 @@ class Step:
     def propose(self) -> DraftTree:
         return self.ensemble.propose(self.rows, NODES)
 
-    def advance_and_record(self) -> None:
-        """Advance, and record the compiled functions that a proposal calls."""
-        self.advance()
-        self._calls: list[Callable[[], Any]] = []
-        with ExitStack() as stack:
-            for module, name in COMPILED:
-                noting = partial(self._note, getattr(module, name))
-                stack.enter_context(patch.object(module, name, noting))
-            self.propose()
-
-    def _note(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        self._calls.append(partial(function, *arguments))
-        return function(*arguments)
-
-    def repeat_compiled(self) -> None:
-        """Repeat the recorded calls."""
-        for call in self._calls:
-            call()
-
     def draft(self) -> None:
         """Draft for a step, and emit its token."""
         self._draft = head(self.propose(), VERIFIED)
@@ -188,8 +116,6 @@ def trees(text: np.ndarray, size: int, pool: NgramPool, looks: Looks) -> Iterato
     """Time trees of 64 nodes from `size` tokens on, and learning from 16 of them."""
     for names, with_pool in (("n-grams, recycling", []), ("and a pool", [PoolDrafter(pool)])):
         step = Step(text, size, [NgramDrafter(), RecyclingDrafter(), *with_pool])
-        step.advance_and_record()
-        yield looks.time(f"compiled: {names}", size, step.repeat_compiled, step.advance_and_record)
         yield looks.time(f"propose: {names}", size, step.propose, step.advance)
     step.draft()
     yield looks.time("observe", size, step.observe, step.draft, calls=1)

@@ -109,8 +109,10 @@ class FlatBlock:
     def of_rows(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits by row, [1, any, vocab] to [rows, width, vocab], copied only if necessary.
 
-        A row with fewer repeats its last ones.
+        A row with fewer repeats its last ones. A model may return the logits of all tokens.
         """
+        if self.kept is not None and logits.shape[1] > len(self.kept):
+            return self.states_of_rows(logits)
         return _by_row(logits[0], self.places)
 
     def states_of_rows(self, states: torch.Tensor) -> torch.Tensor:

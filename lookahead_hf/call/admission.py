@@ -179,7 +179,7 @@ def _check_kind(model: Any) -> None:
     _refuse_if(adds_keys, _MODEL, "prompts that its attention adds")
     needed = compat.decoder_names(model).set_anew - {"use_cache", "logits_to_keep"}
     missing = needed - compat.forward_arguments(model)
-    _refuse_if(missing, _MODEL, f"its forward takes no {', '.join(sorted(missing))}")
+    _refuse_if(missing, _MODEL, f"its forward names no argument {', '.join(sorted(missing))}")
     unknown = set(compat.mask_kinds(model)) - MASK_KINDS
     _refuse_if(unknown, _MODEL, f"layer type {', '.join(sorted(unknown))}")
     name = attention.own_name(config)

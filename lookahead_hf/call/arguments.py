@@ -286,7 +286,7 @@ def _row_of_ids(row: Any, tokenizer: Any) -> np.ndarray:
     """Return a row of a prediction as ids, [length] int64."""
     given = _tokenize(row, tokenizer) if isinstance(row, str) else row
     try:
-        ids = np.asarray(given.cpu() if isinstance(given, torch.Tensor) else given)
+        ids = np.asarray(given.detach().cpu() if isinstance(given, torch.Tensor) else given)
     except (ValueError, TypeError) as error:  # of several lengths; numpy knows no bfloat16
         raise _not_a_prediction(repr(row)) from error
     if ids.size == 0:

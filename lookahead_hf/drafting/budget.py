@@ -82,7 +82,6 @@ class Budget:
         self._runner, self._is_flat = runner, runner.is_flat
         self._num_new, self._num_steps = num_new, 0
         self._is_first = True
-        self._waited = 0  # steps since a plain step is due
         self._find_curve()
 
     def choose(self, tree: DraftTree) -> np.ndarray:
@@ -114,19 +113,12 @@ class Budget:
             gain = worth[order]
             best = self._best_count(gain, tree.num_nodes)
             taken = np.bincount(row[order[:best]], minlength=len(counts))
-        return np.zeros_like(counts) if self._measures_plain(gain[:best].sum()) else taken
-
-    def _measures_plain(self, gain: float) -> bool:
-        """Return whether to measure a due plain step, since the draft gains few tokens, `gain`."""
-        if self._is_first or not self._curve.is_due(self._plain):
-            self._waited = 0
-            return False
-        is_cheap = gain <= PATIENCE * self._waited * self._rows.live.sum()
-        self._waited = 0 if is_cheap else self._waited + 1
-        return bool(is_cheap)
+        overdue = -1 if self._is_first else self._curve.overdue(self._plain)
+        measures_plain = gain[:best].sum() <= PATIENCE * (overdue + 1) * self._rows.live.sum()
+        return np.zeros_like(counts) if overdue >= 0 and measures_plain else taken
 
     def _weights(self) -> np.ndarray:
-        """Return what a token of each row counts, [rows], in tokens of all rows."""
+        """Return the weight of each row's tokens, [rows]."""
         emitted, live = self._rows.num_emitted, self._rows.live
         if self._num_new is None or live.sum() < 2:
             return np.ones(len(live))

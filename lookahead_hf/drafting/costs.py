@@ -5,15 +5,15 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
 SIZES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Draft nodes per row whose costs are told apart in padded blocks."""
+"""Draft sizes with a measured cost each, in padded blocks."""
 
 FLAT_SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Tokens of all rows whose costs are told apart in flat blocks. In float32, four tokens take a
+"""Numbers of tokens with a measured cost each, in flat blocks. In float32, four tokens take a
 fifth longer than three, and the next ones add much less."""
 
 KEPT_SAMPLES = 9
@@ -33,8 +33,8 @@ class CostCurve:
     """Seconds of a step by its size, in one setting of rows and text length.
 
     The size is the draft nodes per row if blocks are padded, and the tokens of all rows if they are
-    flat. The estimate is a low quantile of the latest durations, since disturbances only make steps
-    longer, and at most that of a larger size. Unmeasured sizes follow the curve of a similar
+    flat. The estimate is the lower quartile of the latest durations, since disturbances only make
+    steps longer, and at most that of a larger size. Unmeasured sizes follow the curve of a similar
     setting, or a line of slope `SLOPE` per row, scaled to the measured sizes around them.
     """
 
@@ -53,9 +53,9 @@ class CostCurve:
         self._counts: dict[int, int] = {}
         self._due: dict[int, int] = {}
         self.num_observed = 0  # steps
-        self._factors: dict[int, float] = {}  # estimate of a measured size over the assumed cost
         known = np.array(self.sizes)
         self._assumed = 1.0 + SLOPE * num_rows * known if like is None else like.seconds(known)
+        self._estimates = self._assumed
         self.greatest_size: int = 0 if like is None else like.greatest_size  # that was measured
 
     def observe(self, size: int, seconds: float) -> None:
@@ -73,10 +73,14 @@ class CostCurve:
             self.num_observed += 1
             self._counts[size] = count = min(self._counts.get(size, 0) + 1, KEPT_SAMPLES)
             self._due[size] = self.num_observed + DUE_AFTER * count
-            factor = _low_quantile(samples) / float(self._assumed[self.sizes.index(size)])
-            # Readers take no lock: what they iterate over must not change.
-            self._factors = dict(sorted({**self._factors, size: factor}.items()))
             self.greatest_size = max(self.greatest_size, size)
+            known_sizes = sorted(self._samples)
+            factors = [
+                _low_quantile(self._samples[each]) / self._assumed[self.sizes.index(each)]
+                for each in known_sizes
+            ]
+            estimates = self._assumed * np.interp(self.sizes, known_sizes, factors)
+            self._estimates = np.minimum.accumulate(estimates[::-1])[::-1]
 
     def num_samples(self, size: int) -> int:
         """Return how often a size was measured, at most `KEPT_SAMPLES`."""
@@ -84,18 +88,17 @@ class CostCurve:
 
     def is_due(self, size: int) -> bool:
         """Return whether a size was never measured, or too long ago."""
-        return self.num_observed >= self._due.get(self.size_for(size), 0)
+        return self.overdue(size) >= 0
+
+    def overdue(self, size: int) -> int:
+        """Return how many steps ago a size was due; below 0 if it is not due yet."""
+        return self.num_observed - self._due.get(self.size_for(size), 0)
 
     def seconds(self, sizes: np.ndarray) -> np.ndarray:
-        factors = self._factors
-        estimates = self._assumed
-        if factors:
-            estimates = estimates * np.interp(self.sizes, list(factors), list(factors.values()))
-        estimates = np.minimum.accumulate(estimates[::-1])[::-1]
         if self._is_stepped:  # what lies between two sizes is padded to the larger one
             places = np.searchsorted(self.sizes, sizes).clip(max=len(self.sizes) - 1)
-            return np.asarray(estimates[places])
-        return np.interp(sizes, self.sizes, estimates)
+            return np.asarray(self._estimates[places])
+        return np.interp(sizes, self.sizes, self._estimates)
 
     def optimistic_seconds(self, sizes: np.ndarray) -> np.ndarray:
         """Estimate the seconds of steps of these sizes, the first a plain step.
@@ -125,7 +128,7 @@ class CostModel:
         """Keep at most `capacity` curves, those used last."""
         self._capacity = capacity
         self._lock = threading.Lock()
-        self._curves: OrderedDict[_Setting, CostCurve] = OrderedDict()
+        self._curves: OrderedDict[tuple[Any, ...], CostCurve] = OrderedDict()
 
     def curve(
         self,
@@ -138,41 +141,23 @@ class CostModel:
     ) -> CostCurve:
         """Return the curve for a batch of `num_rows` texts of about `context_length` tokens.
 
-        Lengths count by powers of two; a new length or mode starts from the nearest known one. So
-        do rows in flat blocks, where a token costs much the same beside any number of rows.
+        Lengths count by powers of two; a new length or mode starts from the curve used last. So do
+        rows in flat blocks, where a token costs much the same beside any number of rows.
 
         The placement is whatever else changes the cost of a forward, such as the device; the mode,
         how the runner runs its steps. Drafts may be padded to `sizes`, node counts from 0 on.
         """
-        length = max(context_length, 1).bit_length()
+        alike = placement, is_flat, None if is_flat else num_rows
         rows = (num_rows - 1).bit_length() if is_flat else num_rows
-        key = _Setting(placement, is_flat, rows, mode, length, sizes)
+        key = *alike, rows, mode, max(context_length, 1).bit_length(), sizes
         with self._lock:
             if key not in self._curves:
-                nearest = min(filter(key.is_like, self._curves), key=key.distance, default=None)
-                like = None if nearest is None else self._curves[nearest]
+                others = (
+                    self._curves[each] for each in reversed(self._curves) if each[:3] == alike
+                )
                 slope_rows = 1 if is_flat else num_rows
-                self._curves[key] = CostCurve(like, slope_rows, sizes, is_flat)
+                self._curves[key] = CostCurve(next(others, None), slope_rows, sizes, is_flat)
             self._curves.move_to_end(key)
             if len(self._curves) > self._capacity:
                 self._curves.popitem(last=False)
             return self._curves[key]
-
-
-class _Setting(NamedTuple):
-    """The setting of a curve; rows and length are classes, as in `CostModel.curve`."""
-
-    placement: str
-    is_flat: bool
-    rows: int
-    mode: str
-    length: int
-    sizes: tuple[int, ...] | None
-
-    def is_like(self, other: _Setting) -> bool:
-        """Return whether the other setting's curve is a start for this one."""
-        return self[:2] == other[:2] and (self.is_flat or self.rows == other.rows)
-
-    def distance(self, other: _Setting) -> tuple[bool, int, int]:
-        rows, length = abs(self.rows - other.rows), abs(self.length - other.length)
-        return self.mode != other.mode, rows, length

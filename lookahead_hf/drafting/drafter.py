@@ -76,7 +76,6 @@ class Step:
     logits: torch.Tensor
     hidden_states: torch.Tensor | None = None
     _best: BestTokens | None = None
-    _later: Callable[[Callable[[], Any]], None] | None = None
 
     def best_tokens(
         self, rows: np.ndarray, places: np.ndarray, counts: np.ndarray
@@ -87,13 +86,6 @@ class Step:
         """
         best = self._best or BestTokens(self.logits, int(counts.max(initial=1)))
         return best.take(rows, places, counts)
-
-    def later(self, work: Callable[[], Any]) -> None:
-        """Run a function while a device runs the next step; at once where there is none."""
-        if self._later is None:
-            work()
-        else:
-            self._later(work)
 
 
 class Drafter(ABC):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -67,8 +66,6 @@ class Ensemble:
         self._exclusive = [0] * len(self._sources)  # of the latest step
         self._best: BestTokens | None = None
         self._hidden_states: torch.Tensor | None = None
-        self._on_device = False  # whether a device decides
-        self._put_off: list[tuple[int, Callable[[], Any]]] = []
 
     def source_stats(self, row: int | None = None) -> dict[str, SourceStats]:
         """Return what each source contributed to one row or to all rows, by name."""
@@ -135,11 +132,8 @@ class Ensemble:
         copy: HostCopy | None = None,
         hidden_states: torch.Tensor | None = None,
     ) -> None:
-        """Do what can be done while a device runs a step; keep what `observe` will need of it."""
-        put_off, self._put_off = self._put_off, []
-        for index, work in put_off:
-            self.guard.run(index, work)
-        self._hidden_states, self._on_device, self._best = hidden_states, copy is not None, None
+        """Keep what `observe` will need of a step, and begin to search its logits on a device."""
+        self._hidden_states, self._best = hidden_states, None
         needs = [self._sources[index].traits.needs for index in self._observers()]
         counts = [each["best_tokens"] for each in needs if "best_tokens" in each]
         if counts:
@@ -147,7 +141,7 @@ class Ensemble:
             self._best = BestTokens(logits, most, few)
         if copy is not None:
             if self._best is not None:
-                self._best.bring(copy)
+                self._best.prefetch(copy)
             copy.send()
 
     def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
@@ -165,17 +159,10 @@ class Ensemble:
             ).tolist()  # fmt: skip
         step = Step(rows, draft, verdict, logits, self._hidden_states, self._best)
         for index in self._observers():
-            if self._on_device:
-                step = replace(step, _later=partial(self._later, index))
             self.guard.run(index, self._sources[index].observe, step)
         self._hidden_states = self._best = None  # the next step overwrites them
 
-    def _later(self, index: int, work: Callable[[], Any]) -> None:
-        self._put_off.append((index, work))
-
     def end(self, rows: Rows) -> None:
-        for index, work in self._put_off:
-            self.guard.run(index, work)
         self._all("end", rows, always=True)
 
     def _observers(self) -> list[int]:

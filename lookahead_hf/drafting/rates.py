@@ -172,7 +172,7 @@ PRICE = 0.004
 
 
 class SourceBackoff:
-    """Decides for every step which sources are `asked`.
+    """Decides for every step which sources are `asked`, [sources] bool.
 
     A source is worth asking while its share of the tokens is at least its share of the time. Only
     accepted tokens that no other source proposed count for it. A source that loses too much is
@@ -183,26 +183,26 @@ class SourceBackoff:
     def __init__(self, num_sources: int, may_rest: bool) -> None:
         """Ask every source at first, and always unless they `may_rest`."""
         self._may_rest = may_rest
-        self._lost = [0.0] * num_sources  # in steps' worth of time
-        self._left = [0] * num_sources  # steps to rest
-        self._length = [0] * num_sources  # of the latest rest
+        self._lost = np.zeros(num_sources)  # in steps' worth of time
+        self._left = np.zeros(num_sources, np.int64)  # steps to rest
+        self._length = np.zeros(num_sources, np.int64)  # of the latest rest
         self._num_tokens = 0.0
-        self.asked, self._skips = [True] * num_sources, False
+        self.asked, self._skips = np.ones(num_sources, bool), False
 
     @property
-    def next_asked(self) -> list[bool]:
+    def next_asked(self) -> np.ndarray:
         """Sources that the next step would ask; none if this one skips all on purpose."""
-        return [left == 0 and not self._skips for left in self._left]
+        return (self._left == 0) & (not self._skips)
 
     def begin_step(self) -> bool:
         """Decide which sources the new step asks; return whether any is."""
         self._skips = False
         self.asked = self.next_asked
-        self._left = [max(0, left - 1) for left in self._left]
-        return any(self.asked)
+        self._left = np.maximum(0, self._left - 1)
+        return bool(self.asked.any())
 
     def skip_step(self) -> None:
-        self.asked, self._skips = [False] * len(self._left), True
+        self.asked, self._skips = np.zeros_like(self.asked), True
 
     def observe(
         self, seconds: Sequence[float], alone: Sequence[int], num_tokens: int, step_seconds: float
@@ -211,23 +211,17 @@ class SourceBackoff:
 
         `seconds` is the time of each source, `alone` the accepted tokens that only it proposed.
         """
-        if not (self._may_rest and num_tokens and step_seconds and any(self.asked)):
+        if not (self._may_rest and num_tokens and step_seconds and self.asked.any()):
             return
-        mean = self._num_tokens or num_tokens
-        self._num_tokens = 0.9 * mean + 0.1 * num_tokens
-        worth = (1.0 + sum(seconds) / step_seconds) / self._num_tokens  # of a token, in steps
-        debtors = []
-        for index in np.flatnonzero(self.asked).tolist():
-            price = seconds[index] / step_seconds
-            lost = KEPT * self._lost[index] + price - worth * alone[index]
-            self._lost[index] = min(max(lost, -CREDIT), DEBT)
-            if lost < DEBT:
-                self._length[index] = 0
-            else:
-                debtors.append((price, index))
-        if debtors:
-            self._rest(*max(debtors))
-
-    def _rest(self, price: float, debtor: int) -> None:
-        longest = max(1, round(price / PRICE))
-        self._length[debtor] = self._left[debtor] = min(max(1, 2 * self._length[debtor]), longest)
+        self._num_tokens = 0.9 * (self._num_tokens or num_tokens) + 0.1 * num_tokens
+        price = np.array(seconds) / step_seconds
+        worth = (1.0 + price.sum()) / self._num_tokens  # of a token, in steps
+        lost = KEPT * self._lost + price - worth * np.array(alone)
+        self._lost = np.where(self.asked, lost.clip(-CREDIT, DEBT), self._lost)
+        fails = self.asked & (self._lost >= DEBT)
+        self._length[self.asked & ~fails] = 0
+        if fails.any():
+            dearest = np.where(fails, price, -1.0).argmax()
+            longest = max(1, round(price[dearest] / PRICE))
+            length = min(max(1, 2 * self._length[dearest]), longest)
+            self._length[dearest] = self._left[dearest] = length

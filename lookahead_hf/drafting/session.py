@@ -195,7 +195,7 @@ class DraftSession:
         return head(tree, self._budget.choose(tree))
 
     def prepare(self, outputs: Any) -> None:
-        """Index what was learned before while a step runs, and begin to read its logits."""
+        """Begin to read the logits of a step that runs."""
         if self._goes_on:
             copy = outputs.copy if isinstance(outputs, DeviceOutputs) else None
             states = getattr(outputs, "hidden_states", None)

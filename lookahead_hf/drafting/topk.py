@@ -32,7 +32,7 @@ class BestTokens:
         self._held: np.ndarray | None = None
         self._bits: np.ndarray | None = None
 
-    def bring(self, copy: HostCopy) -> None:
+    def prefetch(self, copy: HostCopy) -> None:
         """Start the search on the device and add its result to the copy to the host."""
         if self._on_device():
             from lookahead_hf.kernels import Wanted

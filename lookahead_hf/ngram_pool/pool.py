@@ -139,7 +139,7 @@ class NgramPool:
 
     def __len__(self) -> int:
         """Return the number of tokens that the pool holds."""
-        return int(np.count_nonzero(self._index.filled(0)[0] > BORDER))
+        return int(np.count_nonzero(self._contents().arrays[0] > BORDER))
 
     @property
     def vocab_size(self) -> int | None:

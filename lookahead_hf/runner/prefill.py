@@ -52,7 +52,7 @@ def prefill(
     given = {**shown, **call.model_kwargs}
     outputs = compat.prefill(call.model, call.input_ids, call.generation_config, given)
     before_steps()
-    cache = compat.returned_cache(outputs)
+    cache = compat.returned_cache(outputs, call.cache)
     returned = compat.is_users_cache(cache) or bool(call.generation_config.return_dict_in_generate)
     _take_over(runner, call.names, cache, call.attended, call.position_ids, passed, returned)
     runner.num_fed += runner.num_rows * (runner.cache.num_columns - before)

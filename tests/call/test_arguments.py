@@ -56,6 +56,7 @@ def test_predictions(prediction: Any, expected: list[list[int]]) -> None:
         {5: 6},
         [0.5],
         torch.tensor([0.5]),
+        torch.tensor([0.5], requires_grad=True),
         [True, False],
         [5, -1],
         [5, [6]],

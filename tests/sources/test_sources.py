@@ -163,16 +163,6 @@ def test_what_follows_the_end_of_a_text_is_not_learned(engine: str, extra: dict[
     assert held(pool) == texts
 
 
-def test_a_pool_of_the_callers_joins_the_sources(tmp_path: Any) -> None:
-    model, call = tiny("llama"), {"input_ids": prompt(), **GREEDY}
-    pool = pool_of(model.generate(**call)[0].tolist())
-    pool.save(tmp_path / "texts.pool")
-    for given in (pool, tmp_path / "texts.pool", str(tmp_path / "texts.pool")):
-        fields = {"drafters": ("ngram",), "pool": given}
-        stats = compared(model, lambda: dict(call), 12, **fields).stats
-        assert stats.per_source["pool"].accepted > 20
-
-
 def test_an_assistant_of_another_vocabulary_is_refused_without_tokenizers() -> None:
     model, small = tiny("llama"), tiny("llama", vocab_size=40)
     forwards: list[Any] = []

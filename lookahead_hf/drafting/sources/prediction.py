@@ -232,24 +232,20 @@ class PredictionDrafter(Drafter):
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
         drafts = [RowDraft() for _ in range(rows.num_rows)]
+        rates = self.rates.reshape(NUM_ORIGINS, NUM_RIGHT)
         for row in np.flatnonzero(rows.live).tolist():
-            for chain in self.chains(rows, row, max_nodes):
+            alignment = self._alignments[row]
+            alignment.follow(rows.emitted(row), rates)
+            for place in alignment.places:
+                tokens, buckets = alignment.chain(place, max_nodes)
+                scores = self.rates[buckets].cumprod()
                 node = ROOT
-                for token, bucket, score in zip(*(part.tolist() for part in chain), strict=True):
+                chain = zip(tokens.tolist(), buckets.tolist(), scores.tolist(), strict=True)
+                for token, bucket, score in chain:
                     if score < MIN_SCORE:
                         break
                     node = drafts[row].child(node, token, bucket, score)
         return DraftTree.from_drafts(drafts)
-
-    def chains(self, rows: Rows, row: int, max_nodes: int) -> list[tuple[np.ndarray, ...]]:
-        """Follow the text of a row and return what may come next, likeliest first.
-
-        Each place where the text may be gives a chain: tokens, buckets and scores, [nodes] each.
-        """
-        alignment, rates = self._alignments[row], self.rates.reshape(NUM_ORIGINS, NUM_RIGHT)
-        alignment.follow(rows.emitted(row), rates)
-        chains = [alignment.chain(place, max_nodes) for place in alignment.places]
-        return [(tokens, buckets, self.rates[buckets].cumprod()) for tokens, buckets in chains]
 
     def end(self, rows: Rows) -> None:
         self._alignments = []

@@ -8,7 +8,6 @@ The other candidates of the last logits are guesses for the token after next (Lo
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -139,8 +138,7 @@ class RecyclingDrafter(Drafter):
         counts = np.full(len(last), self._top_k)
         counts[ends] = most
         tokens, probs = step.best_tokens(row, place, counts)
-        # There is time for it during the next forward; the draft before that hardly needs it.
-        step.later(partial(self._memory.remember, before, last, tokens, probs))
+        self._memory.remember(before, last, tokens, probs)
         self.note_rejected(live, rows.last_tokens[live], tokens[ends], probs[ends])
 
     def end(self, rows: Rows) -> None:

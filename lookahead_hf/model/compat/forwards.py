@@ -95,15 +95,17 @@ def given_cache(arguments: Mapping[str, Any]) -> Any:
     return next((cache for cache in given if cache is not None), None)
 
 
-def returned_cache(outputs: Any) -> Any:
-    """Return the cache that a forward or `generate` returned.
+def returned_cache(outputs: Any, given: Any = None) -> Any:
+    """Return the cache that a forward returned, under any name if it was `given` one.
 
     Raises:
-        Unserved: There is none under a name that this version of the package knows.
+        Unserved: It was given none, and returned none under a name that is known here.
     """
     for name in CACHE_NAMES:
         if name in outputs.keys():  # noqa: SIM118  # `in outputs` also takes names that it renames
             return outputs[name]
+    if given is not None:
+        return given
     detail = f"{type(outputs).__name__} has no field {' or '.join(CACHE_NAMES)}"
     raise Unserved(FallbackReason.MODEL, detail)
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 
 import numpy as np
 
-from lookahead_hf.draft import ROOT, DraftTree
+from lookahead_hf.draft import ROOT, DraftTree, RowDraft
 from lookahead_hf.sources.grammar.vocabulary import Probe, Vocabulary, Whitespace
 
 CERTAIN, INSIDE, LAST, USUAL, BRANCH, CLOSE, AFTER = range(7)
@@ -158,44 +156,40 @@ Entry = tuple[int, int]
 """A source and a bucket."""
 
 
-class Refinement:
-    """The nodes of one row while they are pruned and grown."""
+class Refinement(RowDraft):
+    """The nodes of one row while they are pruned and grown.
+
+    The score of a node is its chance after its parent, 0 if the grammar forbids it.
+    """
 
     def __init__(self, tree: DraftTree, row: int, source: int, rates: np.ndarray) -> None:
         """Begin with the nodes of a row; the drafter is number `source`, with `rates` by bucket."""
+        super().__init__()
         nodes, evidence = tree.row(row), tree.evidence
         assert evidence is not None
         self._source, self._rates = source, rates.tolist()
-        self.tokens: list[int] = tree.token_ids[nodes].tolist()
-        self.parents: list[int] = tree.parents[nodes].tolist()
+        self.entries: list[list[Entry]] = []
+        self._given: dict[int, list[int]] = {}  # the nodes to check below each node
+        parents = tree.parents[nodes]
         paths = np.append(tree.score[nodes], 1.0)  # the last one is the root's
-        chances = paths[:-1] / paths[tree.parents[nodes]].clip(min=1e-9)
-        self._chances: list[float] = chances.tolist()
-        offsets = evidence.offsets[nodes.start : nodes.stop + 1]
-        own = slice(offsets[0], offsets[-1])
-        of_row = evidence.source[own].tolist(), evidence.bucket[own].tolist()
-        entries = list(zip(*of_row, strict=True))
-        places = pairwise((offsets - offsets[0]).tolist())
-        self.entries: list[list[Entry]] = [entries[a:b] for a, b in places]
-        self._given = len(self.tokens)
-        self._children: dict[int, dict[int, int]] = {}
-        for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
-            self._children.setdefault(parent, {})[token] = node
+        chances = (paths[:-1] / paths[parents].clip(min=1e-9)).clip(max=1.0)
+        fields = tree.token_ids[nodes].tolist(), parents.tolist(), chances.tolist()
+        for at, (token, parent, chance) in enumerate(zip(*fields, strict=True), nodes.start):
+            node = self.child(parent, token, score=chance)
+            self._given.setdefault(parent, []).append(node)
+            own = slice(evidence.offsets[at], evidence.offsets[at + 1])
+            pairs = zip(evidence.source[own].tolist(), evidence.bucket[own].tolist(), strict=True)
+            self.entries.append(list(pairs))
 
     def add(self, parent: int, token: int, bucket: int) -> int:
         """Add a node of the grammar, or count both sources if another one proposes the same."""
-        rate, known = self._rates[bucket], self._children.setdefault(parent, {})
-        entry = self._source, bucket
-        if (node := known.get(token)) is not None:
-            if entry not in self.entries[node]:
-                self._chances[node] = 1 - (1 - min(self._chances[node], 1.0)) * (1 - rate)
-                self.entries[node].append(entry)
-            return node
-        known[token] = node = len(self.tokens)
-        self.tokens.append(token)
-        self.parents.append(parent)
-        self._chances.append(rate)
-        self.entries.append([entry])
+        rate, entry = self._rates[bucket], (self._source, bucket)
+        node = self.child(parent, token, score=rate)
+        if node == len(self.entries):
+            self.entries.append([entry])
+        elif entry not in self.entries[node]:
+            self.scores[node] = 1 - (1 - self.scores[node]) * (1 - rate)
+            self.entries[node].append(entry)
         return node
 
     def run(
@@ -209,31 +203,25 @@ class Refinement:
         def visit(node: int, text: bytes, chance: float) -> None:
             if chance > LIKELY and probe.operations < most:
                 growth.below(node, text)
-            for token, child in list(self._children.get(node, {}).items()):
-                if child >= self._given:
-                    continue  # it was checked when it grew
+            for child in self._given.get(node, ()):
+                token = self.tokens[child]
                 if probe.advance(token):
                     longer = text + texts[token] if texts else b""
-                    visit(child, longer, chance * min(self._chances[child], 1.0))
+                    visit(child, longer, chance * self.scores[child])
                     probe.back(1)
                 else:
-                    del self._children[node][token]
+                    self.scores[child] = 0.0
 
         visit(ROOT, b"", 1.0)
 
     def best(self, max_nodes: int, max_depth: int) -> tuple[list[int], list[int], list[float]]:
         """Return the likeliest nodes, parents first, with their parents and path chances."""
-        order, parents, chances = list[int](), list[int](), list[float]()
-        queue = [(-1.0, ROOT, ROOT, 0)]
-        while queue and len(order) <= max_nodes:
-            path, node, place, depth = heapq.heappop(queue)
-            if node != ROOT:
-                order.append(node)
-                parents.append(place)
-                chances.append(-path)
-                place = len(order) - 1
-            if depth < max_depth:
-                for child in self._children.get(node, {}).values():
-                    chance = path * min(self._chances[child], 1.0)
-                    heapq.heappush(queue, (chance, child, place, depth + 1))
-        return order[:max_nodes], parents[:max_nodes], chances[:max_nodes]
+        chances: list[float] = []
+        for parent, score in zip(self.parents, self.scores, strict=True):
+            chances.append(score if parent == ROOT else chances[parent] * score)
+        allowed = [n for n, chance in enumerate(chances) if chance and self.depths[n] <= max_depth]
+        # The sort is stable, and a parent has a lower number than its children.
+        order = sorted(allowed, key=lambda node: -chances[node])[:max_nodes]
+        places = {ROOT: ROOT} | {node: place for place, node in enumerate(order)}
+        parents = [places[self.parents[node]] for node in order]
+        return order, parents, [chances[node] for node in order]

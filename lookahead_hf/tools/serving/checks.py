@@ -127,7 +127,7 @@ def _check(schema: type[BaseModel], fields: dict[str, Any]) -> None:
         )
         why = "; ".join(dict.fromkeys(said)).replace(" or instance of Object", "")
         why = why.replace("Value error, ", "")[:300]
-        if fields.get(name) is None:
+        if fields.get(name) is None and wrong[0]["type"] != "extra_forbidden":
             raise ValueError(f"the request has no {name}: give it") from error
         value = shown(deepest[0]["input"])
         raise ValueError(f"{name[:100]}={value} is not served: {why}") from error
@@ -270,11 +270,11 @@ _FIELDS = {
     "presence_penalty": _number(float, -2, 2),
     "seed": _number(int, -(2**63), 2**64 - 1),
     "n": _number(int, 1),
-    "stop": _TEXTS,
+    "stop": _any(_NAME, _list(_NAME)),
     "stream": bool,
     "stream_options": dict[str, Any],
     "logit_bias": GenericAlias(
-        dict, (Annotated[str, Field(pattern=r"^\d{1,9}$")], _number(float, -100, 100))
+        dict, (Annotated[str, Field(pattern="^[0-9]{1,9}$")], _number(float, -100, 100))
     ),
     "generation_config": Annotated[str, AfterValidator(_settings)],
     "chat_template_kwargs": dict[
@@ -368,9 +368,10 @@ def media(body: Mapping[str, Any]) -> str | None:
     """Return the type of the first part of the messages that is no text, None if all are."""
     messages = body.get("messages") or body.get("input")
     for message in messages if isinstance(messages, list) else ():
-        content = message.get("content")
+        content = message.get("content") if isinstance(message, Mapping) else None
         for part in content if isinstance(content, list) else [message]:
-            if part.get("type") in _MEDIA:
+            # In fields that the path does not read there may be anything.
+            if isinstance(part, Mapping) and part.get("type") in [*_MEDIA]:
                 return str(part["type"])
     return None
 

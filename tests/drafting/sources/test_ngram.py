@@ -35,14 +35,6 @@ def observe(drafter: NgramDrafter, rows: Rows, draft: DraftTree, tokens: list[li
     drafter.observe(Step(rows, draft, verdict, NO_LOGITS))
 
 
-def test_each_row_drafts_from_its_own_text() -> None:
-    drafter, rows = begun([[0, 0, 5, 6, 7], [8, 9, 4, 3, 8]], [5, 9])
-    draft = drafter.propose(rows, 2)
-    assert paths(draft, 0)[0] == [6]
-    assert paths(draft, 1)[0] == [4]
-    assert draft.depth.tolist() == [len(path) for row in (0, 1) for path in paths(draft, row)]
-
-
 def test_what_was_emitted_is_drafted_later() -> None:
     drafter, rows = begun([[1, 2, 3], [4, 5, 6]], [9, 9])
     draft = drafter.propose(rows, 8)
@@ -62,13 +54,6 @@ def test_the_encoder_text_is_searched_too() -> None:
     draft = drafter.propose(rows, 8)
     assert paths(draft, 0) == [[6], [6, 7]]
     assert paths(draft, 1) == [[8]]
-
-
-def test_a_long_copy_is_drafted_as_one_long_chain() -> None:
-    page = list(range(10, 110))
-    drafter, rows = begun([[*page, *page[:20]]], [page[20]])
-    draft = drafter.propose(rows, 48)
-    assert paths(draft, 0)[-1] == page[21:69]
 
 
 def turn(drafter: NgramDrafter, prompt: list[int], text: list[int]) -> list[list[int]]:

@@ -71,14 +71,6 @@ def joined(lines: list[list[int]]) -> list[int]:
     return list(chain.from_iterable(lines))
 
 
-def test_it_begins_at_the_head_and_goes_on() -> None:
-    drafter, rows = begun([[10, 11, 12, 13, 14, 15, 16]], [10])
-    draft = drafter.propose(rows, 3)
-    assert paths(draft) == [[11], [11, 12], [11, 12, 13]]
-    step(drafter, rows, draft, [11, 12, 13, 14, 15, 16])
-    assert paths(drafter.propose(rows, 8)) == [[15], [15, 16]]
-
-
 @pytest.mark.parametrize(
     ("truth", "expected"),
     [
@@ -107,22 +99,6 @@ def test_ambiguous_places_share_their_prefix() -> None:
     assert [20, 22] in found
     assert [30] in found
     assert found.count([20]) == 1
-
-
-def test_a_place_that_holds_is_followed_alone() -> None:
-    prediction = [5, 6, 7, 8, 5, 6, 7, 9, *range(20, 40)]
-    drafter, rows = begun([prediction], [99])
-    for token in (5, 6, 7, 9, *range(20, 28)):
-        step(drafter, rows, drafter.propose(rows, 8), [token])
-    assert paths(drafter.propose(rows, 64))[-1] == list(range(28, 40))
-    assert drafter.propose(rows, 64).num_nodes == 12
-
-
-def test_learned_rates_decide_how_much_is_drafted() -> None:
-    drafter, rows = begun([list(range(10, 60))], [10])
-    assert drafter.propose(rows, 64).num_nodes == 49
-    drafter.rates[:] = 0.1
-    assert drafter.propose(rows, 64).num_nodes == 3
 
 
 def test_the_same_text_takes_as_few_steps_as_the_nodes_allow() -> None:

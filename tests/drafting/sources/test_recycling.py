@@ -52,27 +52,6 @@ def take(rows: Rows, *outcomes: tuple[list[int], list[int]]) -> Verdict:
     return Verdict.from_rows(emitted, accepted, finished=rows.finished.copy())
 
 
-def chain(tree: DraftTree, row: int = 0) -> list[int]:
-    """The likeliest chain of a row's tree."""
-    nodes = tree.row(row)
-    parents, score = tree.parents[nodes], tree.score[nodes]
-    at, tokens = ROOT, []
-    while (children := np.flatnonzero(parents == at)).size:
-        at = int(children[score[children].argmax()])
-        tokens.append(int(tree.token_ids[nodes][at]))
-    return tokens
-
-
-def test_what_was_expected_after_the_same_tokens_is_proposed_again() -> None:
-    rows = rows_of([[1, 2, 3]])
-    drafter = drafter_for(rows)
-    # After 3 the target expects 4, after 4 it expects 3.
-    for emitted, expected in ((4, {4: LIKELY}), (3, {3: LIKELY})):
-        verdict = take(rows, ([], [emitted]))
-        drafter.observe(Step(rows, DraftTree.empty(1), verdict, logits_of([expected])))
-    assert chain(drafter.propose(rows, 32))[:3] == [4, 3, 4]
-
-
 @pytest.mark.parametrize("num_rows", [1, MANY_ROWS])
 def test_rejected_nodes_are_learned_from_too(num_rows: int) -> None:
     rows = rows_of([[1, 2]] * num_rows)
@@ -120,18 +99,6 @@ def test_the_last_logits_other_candidates_are_guesses_for_the_next_token() -> No
         Step(rows, DraftTree.empty(1), take(rows, ([], [22])), logits_of([{22: LIKELY}]))
     )
     assert 21 not in drafter.propose(rows, 8).token_ids
-
-
-def test_rows_share_what_they_learn_but_not_their_last_logits() -> None:
-    rows = rows_of([[1, 2], [3, 4]])
-    drafter = drafter_for(rows, top_k=2, num_next=2)
-    verdict = take(rows, ([], [30]), ([], [2]))
-    logits = logits_of([{30: LIKELY, 31: POSSIBLE}], [{2: LIKELY, 32: POSSIBLE}])
-    drafter.observe(Step(rows, DraftTree.empty(2), verdict, logits))
-    tree = drafter.propose(rows, 4)
-    assert chain(tree, 1)[0] == 30
-    assert 31 in tree.token_ids[tree.row(0)]
-    assert 32 not in tree.token_ids[tree.row(0)]
 
 
 def test_logits_on_their_way_and_at_hand_teach_the_same() -> None:

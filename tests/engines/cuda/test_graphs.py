@@ -308,10 +308,10 @@ def test_blocks_copy_no_experts(
     """As on a GPU; before Hopper a product by groups waits, and small blocks do without it."""
     model = tiny("mixtral", num_local_experts=8, intermediate_size=256)
     model = model.to(torch.bfloat16)
-    monkeypatch.setattr(type(model), "device", property(lambda _: torch.device("cuda")))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (gpu, 0))
     runner, texts = kind(model, rows), Rows(np.full((rows, 20), 5))
     start(runner, prompt(rows, 20))
+    monkeypatch.setattr(type(model), "device", property(lambda _: torch.device("cuda")))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (gpu, 0))
     for row in range(rows):
         texts.emit(row, 5)
     draft = DraftTree.from_chains([[list(range(5, 4 + width))]] * rows)

@@ -12,7 +12,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from lookahead_hf.sources.assistant import tokens
-from lookahead_hf.sources.assistant.tokens import BROKEN, Bridge, SameTokens, differ
+from lookahead_hf.sources.assistant.tokens import BROKEN, Bridge, differ
 
 TEXT = (
     "A drafter proposes, the target verifies, the cache rolls back, the streamer speaks. "
@@ -157,13 +157,6 @@ def test_special_tokens_are_not_text() -> None:
     assert decoded(ours, bridge.ids) == "the draft"
     silent = Bridge(theirs, KINDS["longer"]())
     assert silent.extend(context[:1]) == 0 and silent.ids == []
-
-
-def test_same_tokens_are_taken_as_they_are() -> None:
-    text = SameTokens(100)
-    assert text.extend(np.array([5, 6, 7])) == 0
-    assert text.extend(np.array([5, 6, 7, 8, 200])) == 3
-    assert text.ids == [5, 6, 7, 8, 0] and text.num_settled == 4
 
 
 def test_tokenizers_differ_where_their_vocabularies_do() -> None:

@@ -40,11 +40,7 @@ def test_the_model_that_is_served_is_listed_without_a_cache(served: Served) -> N
         (CHAT, {"n": 9}, "n asks for 9 texts: ask for 8 at most"),
         (RESPONSES, {"n": 2}, "n=2 is not served: this server writes one answer"),
         (CHAT, {"logprobs": 3}, "logprobs=3 is not served: Input should be a valid boolean"),
-        (
-            CHAT,
-            {"logprobs": True, "top_logprobs": 21},
-            "top_logprobs=21 is not served: Input should be less",
-        ),
+        (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs=21 is not served: Input"),
         (CHAT, {"top_logprobs": 2}, "top_logprobs is served beside logprobs=true"),
         (RESPONSES, {"top_logprobs": 2}, "use the chat completions"),
         (CHAT, {"presence_penalty": 5}, "presence_penalty=5 is not served: Input should be less"),
@@ -56,11 +52,7 @@ def test_the_model_that_is_served_is_listed_without_a_cache(served: Served) -> N
         (COMPLETIONS, {"logit_bias": {"5": 3}}, "use the chat completions"),
         (RESPONSES, {"previous_response_id": "r"}, "send the conversation"),
         (RESPONSES, {"conversation": "c"}, "send it as input"),
-        (
-            CHAT,
-            {"temperature": "hot"},
-            "temperature='hot' is not served: Input should be a valid number",
-        ),
+        (CHAT, {"temperature": "hot"}, "temperature='hot' is not served: Input should be a"),
         (CHAT, {"temperature": None, "top_p": "0.9"}, "top_p='0.9' is not served"),
         (CHAT, {"max_tokens": "many"}, "a valid integer"),
         (CHAT, {"seed": 1.5}, "seed=1.5 is not served: Input should be a valid integer"),
@@ -83,6 +75,9 @@ def test_the_model_that_is_served_is_listed_without_a_cache(served: Served) -> N
             "should match pattern '^data:'",
         ),
         (RESPONSES, {"input": ""}, "String should have at least 1 character"),
+        (CHAT, {"logit_bias": {"\u0663": 1}}, "should match pattern"),
+        (CHAT, {"generation_config": '{"fast": null}'}, "fast=None is not served: Extra inputs"),
+        (COMPLETIONS, {"messages": ["a"]}, "Unexpected fields in the request: {'messages'}"),
     ],
 )
 def test_what_is_not_obeyed_is_refused(
@@ -100,6 +95,7 @@ def test_values_that_ask_for_nothing_are_taken(served: Served) -> None:
         "presence_penalty": 0,
         "tool_choice": "auto",
         "user": "me",
+        "stop": [],
     }
     assert served.text(**neutral) == served.text()
     for path, fields in REFUSED.items():

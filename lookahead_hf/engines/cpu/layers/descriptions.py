@@ -81,10 +81,9 @@ def _program_for(modules: list[nn.Module], family: known.Family | None) -> Progr
     watch = Watch(modules)
     if family is not None:
         file = sys.modules[type(modules[0]).__module__]
-        for name in known.FUNCTIONS:
-            function = getattr(file, name, None)
-            watch.functions[file, name] = function
-            if not (function is None or known.is_original(function)):
+        for name in (*known.FUNCTIONS, *known.OTHERS):
+            found = watch.functions[file, name] = getattr(file, name, None)
+            if not (found is known.OTHERS.get(name) or known.is_original(found)):
                 raise Unknown(f"{name} of {file.__name__} was replaced")
     return Program(watch)
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import inspect
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from transformers.activations import ACT2FN
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lookahead_hf.engines.cpu.kernels import fields
 
@@ -43,8 +45,7 @@ FAMILIES = {
     "smollm3": Family("SmolLM3"),
     "starcoder2": Family("Starcoder2"),
 }
-"""Families by the names of their files. All parts of their layers are of their own files, or in
-`STOCK`."""
+"""Families by the names of their files, which define all parts of layers but those in `STOCK`."""
 
 PARTS = ("DecoderLayer", "Attention", "MLP", "RMSNorm")
 """Ends of the names of classes that layers consist of."""
@@ -64,6 +65,9 @@ STOCK = {nn.Linear, nn.LayerNorm, nn.Dropout, *ACTIVATIONS}
 
 FUNCTIONS = ("apply_rotary_pos_emb", "rotate_half", "eager_attention_forward", "repeat_kv")
 """Functions of a file that its layers call."""
+
+OTHERS = {"torch": torch, "nn": nn, "ALL_ATTENTION_FUNCTIONS": ALL_ATTENTION_FUNCTIONS}
+"""Other names of a file that its layers look up, with their original values."""
 
 
 def family_of(kind: type, parts: tuple[str, ...]) -> Family | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial, wraps
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -254,11 +255,6 @@ def by_functional_linear(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(nn.functional, "linear", lambda *args: linear(*args) * 0.5)
 
 
-def by_the_class_of_norms(patch: pytest.MonkeyPatch) -> None:
-    forward = modeling_llama.LlamaRMSNorm.forward
-    patch.setattr(modeling_llama.LlamaRMSNorm, "forward", lambda self, x: forward(self, x) * 0.5)
-
-
 def by_a_wrapper_of_the_class(patch: pytest.MonkeyPatch) -> None:
     """One that says what it wraps."""
     forward = modeling_llama.LlamaMLP.forward
@@ -281,6 +277,15 @@ def by_the_attention_of_the_file(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+def halved(*args: Any, **kwargs: Any) -> Any:
+    return compat.SDPA(*args, **kwargs)[0] * 0.5, None
+
+
+def by_the_registry_of_the_file(patch: pytest.MonkeyPatch) -> None:
+    own = SimpleNamespace(get_interface=lambda *_: halved)
+    patch.setattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS", own)
+
+
 @pytest.mark.parametrize("in_mid_call", [False, True])
 @pytest.mark.parametrize(
     "change",
@@ -288,10 +293,10 @@ def by_the_attention_of_the_file(patch: pytest.MonkeyPatch) -> None:
         by_a_patched_function,
         by_the_class_of_linear_layers,
         by_functional_linear,
-        by_the_class_of_norms,
         by_a_wrapper_of_the_class,
         by_the_call_of_the_class,
         by_the_attention_of_the_file,
+        by_the_registry_of_the_file,
     ],
 )
 def test_what_a_forward_reads_counts_at_once(
@@ -433,13 +438,8 @@ def test_attention_registered_as_eager_is_not_computed(monkeypatch: pytest.Monke
     model = single()
     model.set_attn_implementation("eager")
     assert run(model, True).execution == "compiled"
-
-    def attend(module: Any, *args: Any, **kwargs: Any) -> Any:
-        out, weights = modeling_llama.eager_attention_forward(module, *args, **kwargs)
-        return out * 0.5, weights
-
     before = run(model, False).text
-    monkeypatch.setitem(AttentionInterface._global_mapping, "eager", attend)
+    monkeypatch.setitem(AttentionInterface._global_mapping, "eager", halved)
     changed = run(model, False).text
     assert run(model, True).text == changed != before
 
