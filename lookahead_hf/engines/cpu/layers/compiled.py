@@ -91,10 +91,11 @@ class CompiledLayers:
 
     def is_current(self) -> bool:
         """Return whether all layers are as they were described, or still cannot be."""
-        watches = (layer.program.watch for layer in self.layers)
-        is_same = all(each.are_modules_current() for each in watches)
-        is_same = is_same and watch.are_current(self._functions)
-        return is_same and not any(map(_is_known, self._unknown))
+        return (
+            all(each.program.watch.are_modules_current() for each in self.layers)
+            and watch.are_current(self._functions)
+            and not any(map(_is_known, self._unknown))
+        )
 
     def refusal(self) -> str | None:
         """Return why a step cannot use the kernels now, None if it can."""

@@ -45,8 +45,7 @@ FAMILIES = {
     "smollm3": Family("SmolLM3"),
     "starcoder2": Family("Starcoder2"),
 }
-"""Families by the names of their files. All parts of their layers are of their own files, or in
-`STOCK`."""
+"""Families by the names of their files, which define all parts of layers but those in `STOCK`."""
 
 PARTS = ("DecoderLayer", "Attention", "MLP", "RMSNorm")
 """Ends of the names of classes that layers consist of."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial, wraps
@@ -22,10 +21,9 @@ from lookahead_hf.call import execution
 from lookahead_hf.engines.cpu.kernels import fields
 from lookahead_hf.engines.cpu.layers import known
 from lookahead_hf.engines.cpu.layers.compiled import CompiledLayers
-from lookahead_hf.engines.cpu.layers.step import SEGMENT, LayerStep
+from lookahead_hf.engines.cpu.layers.step import LayerStep
 from lookahead_hf.model import compat
 from lookahead_hf.model.state import state_of
-from lookahead_hf.runner.forward import ForwardContext
 from tests.helpers.changes import (
     BREAKING,
     CHANGES,
@@ -36,7 +34,7 @@ from tests.helpers.changes import (
     replaced_parameter,
     switched,
 )
-from tests.helpers.compiled import Bits, in_a_forward, run
+from tests.helpers.compiled import Bits, in_a_forward, in_threads, run
 from tests.helpers.models import VOCAB, prompt, tiny
 from tests.helpers.scripted import RandomTrees, continuations, scripted
 
@@ -543,16 +541,6 @@ def test_an_unknown_layer_is_described_once_it_is_known(change: Any) -> None:
     assert not CompiledLayers(model).num_refused
 
 
-def test_attention_has_room_for_the_largest_heads_of_a_step() -> None:
-    asked: list[int] = []
-    workspace: Any = SimpleNamespace(run=lambda *given: asked.append(given[-1]))
-    layers: Any = [
-        SimpleNamespace(program=SimpleNamespace(head_dim=dim, group=1)) for dim in (16, 256)
-    ]
-    LayerStep(workspace, None, ForwardContext())._run(layers, [], torch.zeros(1, 1, 8))
-    assert asked[0] >= SEGMENT * 256
-
-
 def test_a_model_that_was_changed_is_described_anew() -> None:
     model = single()
     run(model, True)
@@ -574,19 +562,13 @@ def test_calls_in_threads_write_their_texts() -> None:
     model = lookahead_hf.enable(single())
     texts = [prompt(1, 9 + at) for at in range(4)]
     call = {"max_new_tokens": 40, "do_sample": False}
-    expected = [model.generate(ids, **call).tolist() for ids in texts]
-    found: dict[int, Any] = {}
+    expected = [[model.generate(ids, **call).tolist()] * 3 for ids in texts]
 
-    def write(at: int) -> None:
-        for _ in range(3):
-            found[at] = model.generate(texts[at], **call, speculative={"budget": 5}).tolist()
+    def written(ids: torch.Tensor) -> list[Any]:
+        given = {**call, "speculative": {"budget": 5}}
+        return [model.generate(ids, **given).tolist() for _ in range(3)]
 
-    threads = [threading.Thread(target=write, args=(at,)) for at in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [found[at] for at in range(4)] == expected
+    assert in_threads(*(partial(written, ids) for ids in texts)) == expected
     assert laid(model) == []
 
 
