@@ -102,6 +102,11 @@ class SpeculativeBatchingManager:
         self._pausing: list[int] = []  # ids of the threads that have asked for a pause
         self._is_paused = False
 
+    @property
+    def background_thread_status(self) -> Any:
+        """What has the `fatal_error` of the run, which `transformers serve` looks at."""
+        return self
+
     def warmup(self) -> None:
         """Load the compiled functions for drafting, if they are on disk."""
         drafting.ready(IDLE_SECONDS)

@@ -108,7 +108,7 @@ TABLE = [
     ("pool merge c a b", 1, "have vocab_size 10 and 20"),
     ("pool merge c none x y", 1, "tokenizer_fingerprint 'X' and 'Y'"),
     ("pool merge c none a", 1, "token ids up to 15, but their vocabulary has 10"),
-    ("pool merge c none damaged", 1, "its checksum does not match"),
+    ("pool merge c none damaged", 1, "the pool is damaged"),
     *((f"{each} --help", 0, f"  lookahead-hf {each}") for each in (*COMMANDS, *ACTIONS)),
     *((f"{each} --version", 0, lookahead_hf.__version__) for each in ("", *COMMANDS[:-2])),
 ]
