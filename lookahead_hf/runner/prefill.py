@@ -37,11 +37,9 @@ def prefill(
     Returns:
         The forward's outputs.
     """
-    passed = {**shown, **call.passed}
+    passed, position_ids = {**shown, **call.passed}, call.position_ids  # of the empty cache
     if _may_be_fed(runner, call, passed):
-        _take_over(
-            runner, call.names, call.cache, call.seen, call.position_ids, passed, is_fed=True
-        )
+        _take_over(runner, call.names, call.cache, call.seen, position_ids, passed, is_fed=True)
         outputs: Any = _read(runner, call.input_ids.numpy(), call.seen)
         before_steps()
         return outputs
@@ -54,7 +52,7 @@ def prefill(
     before_steps()
     cache = compat.returned_cache(outputs, call.cache)
     returned = compat.is_users_cache(cache) or bool(call.generation_config.return_dict_in_generate)
-    _take_over(runner, call.names, cache, call.attended, call.position_ids, passed, returned)
+    _take_over(runner, call.names, cache, call.attended, position_ids, passed, returned)
     runner.num_fed += runner.num_rows * (runner.cache.num_columns - before)
     return outputs
 
