@@ -143,11 +143,11 @@ def test_flash_attention_is_left_to_the_kernel(
     """On the CPU alone: there are stand-ins for its own kernels."""
     model = tiny_eager("gpt_oss", torch.device("cpu"))
     flash = with_flash(model, "flash_attention_3", monkeypatch)
+    assert self_test.refusal(model) == ("", "")  # asked here, unless another model has passed
     calls.clear()
     stats = run(model, ragged(model.device), model.device)
     assert stats.engine == "device"
-    tests = len(self_test.TREES[0]) + 1  # steps of the self test
-    assert calls["tree_attention"] == 2 * (stats.num_steps + tests)
+    assert calls["tree_attention"] == 2 * stats.num_steps > 0
     assert flash.widths.count(14) == 4  # the prompt, of plain generation and of ours, in two layers
 
 
