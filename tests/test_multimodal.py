@@ -37,13 +37,6 @@ def families(but: tuple[str, ...] = ()) -> list[Any]:
     return [*quick, *(pytest.param(name, marks=pytest.mark.slow) for name in slow)]
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_positions_are_those_of_the_empty_cache() -> None:
-    model = multimodal.build("gemma3")
-    asked = {"max_new_tokens": NEW, "do_sample": False, "cache_implementation": "static"}
-    compared(model, lambda: {**multimodal.call(model), **asked}, -NEW)
-
-
 @pytest.mark.parametrize(
     ("pictures", "words", "settings"),
     [

@@ -114,3 +114,21 @@ def test_pictures_beside_padding_are_seen() -> None:
     assert (given["attention_mask"] == 0).any()
     settings = {"max_new_tokens": 16, "do_sample": False}
     compared(model, lambda: {**given, **settings}, given["input_ids"].shape[1])
+
+
+def test_positions_are_those_of_the_empty_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if a model counts them from its cache, as some with pictures do."""
+    model = tiny("llama")
+    prepare = type(model).prepare_inputs_for_generation
+
+    def counted(self: Any, input_ids: torch.Tensor, **given: Any) -> dict[str, Any]:
+        inputs: dict[str, Any] = prepare(self, input_ids, **given)
+        held, length = given[CACHE].get_seq_length(), inputs["input_ids"].shape[1]
+        return inputs | {"position_ids": torch.arange(held, held + length)[None]}
+
+    monkeypatch.setattr(type(model), "prepare_inputs_for_generation", counted)
+    ids = torch.tensor([[5, 6, 7, 8, 5, 6]])
+    shown = {"return_dict_in_generate": True, "output_hidden_states": True}
+    call = {"input_ids": ids, "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, **shown}
+    stats = compared(model, lambda: dict(call), ids.shape[1]).stats
+    assert stats.fallback_reason is None and stats.num_accepted > 0
