@@ -130,10 +130,11 @@ def queue_of_datasets(room: Room, speculative: Any) -> Any:
     config = copy.deepcopy(model.generation_config)
     config.update(**GREEDY)
     few = transformers.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
-    bar = {"progress": True} if speculative else {"progress_bar": True}
 
     def annotate(rows: dict[str, list[str]]) -> dict[str, list[str]]:
-        found = model.generate_batch(tokenizer(rows["text"]).input_ids, config, few, **bar)
+        found = model.generate_batch(
+            tokenizer(rows["text"]).input_ids, config, few, progress_bar=True
+        )
         return {"answer": [tokenizer.decode(each.generated_tokens) for each in found.values()]}
 
     rows = Dataset.from_dict({"text": [PROMPT, "abcd", "xyz xyz"] * 2})
