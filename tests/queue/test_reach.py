@@ -16,7 +16,7 @@ from transformers import GenerationMixin
 
 import lookahead_hf
 from lookahead_hf.hook import BATCH_METHODS
-from lookahead_hf.model.compat.batching import bytes_per_token
+from lookahead_hf.model.compat.generation import bytes_per_token
 from lookahead_hf.queue.manager import SpeculativeBatchingManager
 from lookahead_hf.queue.methods import default_slots
 from tests.helpers import models
