@@ -34,10 +34,8 @@ from lookahead_hf.model.state import state_of
 from lookahead_hf.ngram_pool import compilation
 from lookahead_hf.ngram_pool.compilation import Functions
 from lookahead_hf.runner import watch
-from lookahead_hf.runner.engines import StepOptions
-from lookahead_hf.runner.forward import ForwardContext, current
-from lookahead_hf.runner.host import Runner
-from lookahead_hf.runner.install import shared_change
+from lookahead_hf.runner.forward import ForwardContext, current, shared_change
+from lookahead_hf.runner.host import Runner, StepOptions
 
 LEAST_WEIGHT = 1 << 16
 """Fewest numbers of a lone linear layer's weight. A smaller one takes less time than the call."""
@@ -215,7 +213,7 @@ LOADING_SECONDS = 0.1
 class CompiledSteps:
     """The steps of one call, whose layers run by the kernels or by their own code.
 
-    The attributes are those of `LayerSteps`; `counts` is empty if a call does not use the kernels.
+    `counts` is empty if a call does not use the kernels.
     """
 
     most_tokens = program.MOST_TOKENS

@@ -14,11 +14,9 @@ from lookahead_hf.engines.cuda.graphs import GraphSet, Uncapturable, bucket
 from lookahead_hf.engines.cuda.step import MAX_WIDTH, StepFunction, StepState, pack
 from lookahead_hf.kernels import RowScan
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner import non_finite, watch
-from lookahead_hf.runner.engines import StepOptions
-from lookahead_hf.runner.host import Runner
-from lookahead_hf.runner.outputs import DeviceOutputs, Scoring, StepOutputs
-from lookahead_hf.runner.transfer import HostCopy
+from lookahead_hf.runner import watch
+from lookahead_hf.runner.host import Runner, StepOptions
+from lookahead_hf.runner.outputs import DeviceOutputs, HostCopy, Scoring, StepOutputs, has_nan
 from lookahead_hf.runner.watch import Watch
 
 
@@ -72,7 +70,7 @@ class OnDevice:
             finite = scores.is_finite
         copy = HostCopy(scan, packed, step.num_nodes(width))
         is_finite = None if finite is None else copy.add(finite)
-        walk, num_nan = copy.add(packed), copy.add(non_finite.has_nan(logits))
+        walk, num_nan = copy.add(packed), copy.add(has_nan(logits))
         copy.send()
         return DeviceOutputs(
             logits=logits,
@@ -155,7 +153,7 @@ class CudaRunner(Runner):
             self._state = self._set.state
         else:
             self._state = StepState(self.cache, beginning.next_position)
-        self._function = StepFunction(self.model, beginning, self._state, self.by_kernel)
+        self._function = StepFunction(self.model, beginning, self._state)
         # A call that ends with its first token has no step, and no position for one.
         tries = self._shape is None and self._room > 1
         if tries and self._set is not None and self._set.reads_masks is None:

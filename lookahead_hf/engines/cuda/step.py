@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from lookahead_hf import kernels
-from lookahead_hf.block import tree_attention
-from lookahead_hf.block.block import Block, Held, ancestor_words, is_read
+from lookahead_hf.block.block import Block, Held, ancestor_words, is_read, kernel_serves
 from lookahead_hf.block.layout import PromptState, widened
 from lookahead_hf.cache.slots import ColumnCache, SlotGroup
 from lookahead_hf.draft import DraftTree
@@ -18,7 +16,7 @@ from lookahead_hf.kernels import TreeWalk
 from lookahead_hf.model import compat
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.forward import ForwardContext, running
-from lookahead_hf.runner.transfer import pinned
+from lookahead_hf.runner.outputs import pinned
 
 MAX_WIDTH = 64
 """Tokens per row of a block, the last one included: one bit each in the ancestor words."""
@@ -167,14 +165,11 @@ class StepFunction:
         model: Any,
         beginning: PromptState,
         state: StepState,
-        by_kernel: Counter[bool] | None = None,
     ) -> None:
-        """`by_kernel`: as in `ForwardContext`."""
         self._model, self._cache, self._state = model, beginning.cache, state
         self._passed, self._kinds = beginning.passed, beginning.kinds
         self._names = beginning.names
         self._takes_dict = compat.takes_mask_dict(model)
-        self._by_kernel = by_kernel
 
     def run(self, width: int, visible: int) -> tuple[Any, ...]:
         """Run a whole step that chooses the likeliest tokens.
@@ -201,7 +196,7 @@ class StepFunction:
         state, draft = self._state, self._state.draft(width)
         fed = draft.lengths - state.prompt_lengths
         fed = fed.minimum((fed * draft.live).max())  # an ended text may have filled a table
-        on_kernel = tree_attention.serves(draft.tokens.device, width)
+        on_kernel = kernel_serves(draft.tokens.device, width)
         block = Block(
             draft.parents,
             (draft.lengths + state.pads)[:, None] + draft.depth,
@@ -222,7 +217,7 @@ class StepFunction:
             "use_cache": True,
         }
         experts = compat.set_up_for_step(self._model, len(draft.tokens), width)
-        context = ForwardContext(block, by_kernel=self._by_kernel)
+        context = ForwardContext(block)
         with experts, running(context, draft.tokens.device):
             outputs = self._model(**inputs, return_dict=True)
         self.reads_masks = any(is_read(mask) for mask in built.values())
@@ -234,7 +229,7 @@ class StepFunction:
 
     def try_masks(self, width: int, visible: int) -> bool:
         """Return whether a layer reads a mask: shown by a forward, if the kernel may attend."""
-        if tree_attention.serves(self._state.draft(width).tokens.device, width):
+        if kernel_serves(self._state.draft(width).tokens.device, width):
             self.forward(width, visible)
         return self.reads_masks
 

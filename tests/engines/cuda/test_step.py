@@ -10,7 +10,7 @@ from lookahead_hf.block.block import ancestor_words
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.engines.cuda.step import DraftViews, _views, pack
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner.transfer import HostCopy
+from lookahead_hf.runner.outputs import HostCopy
 
 
 def test_a_packed_draft_holds_every_node_and_its_ancestors() -> None:
