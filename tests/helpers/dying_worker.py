@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lookahead_hf
-from lookahead_hf.tools.ray import Worker
+from lookahead_hf.ray import Worker
 
 MARK = "LOOKAHEAD_HF_TEST_KILLED"
 """The variable of the environment that names a file, which tells that a worker was killed."""
