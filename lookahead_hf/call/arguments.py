@@ -207,8 +207,8 @@ def check_name(
     """
     options = [each.name for each in fields(SpeculativeConfig)]
     theirs = {*theirs}
-    near = difflib.get_close_matches(name, {*own, *options, *theirs, *elsewhere}, 1, cutoff=0.7)
-    meant = next(iter(near), None)
+    known = {*own, *options, *theirs, *elsewhere}
+    meant = next(iter(difflib.get_close_matches(name, known, 1, cutoff=0.7)), None)
     if meant is None or meant in theirs:
         return
     fix = f"did you mean {meant}=?"

@@ -55,9 +55,10 @@ def test_the_command_serves_a_model_with_its_options(
             1,
             "'missing.safetensors' cannot be read",
         ),
-        (["--dtype", "float99"], 1, "float99"),
+        (["--dtype", "float99", "/no/such/model"], 1, "float99"),
         (["--no-such-option"], 2, "no-such-option"),
         (["/no/such/model"], 1, "did not start"),
+        ([], 1, "name the MODEL to serve"),
     ],
 )
 def test_what_is_wrong_is_said_before_the_server_starts(

@@ -14,7 +14,7 @@ from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.tools.cli.models import warm_up
 from lookahead_hf.tools.cli.options import CONFIG, POOL, as_written, with_pool
 from lookahead_hf.tools.cli.screen import CommandError, Screen, check_installed
-from lookahead_hf.tools.serving.limits import Limits
+from lookahead_hf.tools.serving.fields import Limits
 
 NEEDS = ("fastapi", "uvicorn", "openai", "pydantic", "prometheus_client")
 """Packages of the extra `[serve]`, as they are imported."""
@@ -49,7 +49,7 @@ def _limits(command: Callable[..., None]) -> Callable[..., None]:
     "serve",
     epilog=as_written(_EXAMPLES),
     context_settings={"ignore_unknown_options": True},
-    options_metavar="[MODEL] [OPTIONS]",
+    options_metavar="MODEL [OPTIONS]",
 )
 @CONFIG
 @POOL
@@ -79,8 +79,7 @@ def COMMAND(
     """Serve a model over HTTP.
 
     This is the server of transformers; it generates speculatively. OpenAI's API is below /v1, and
-    counters are at /metrics. MODEL is a folder or a name of the Hugging Face hub; without it,
-    requests choose.
+    counters are at /metrics. MODEL is a folder or a name of the Hugging Face hub.
     """
     check_installed("The server", NEEDS, "serve")
     import typer
