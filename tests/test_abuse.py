@@ -22,9 +22,9 @@ from transformers.generation.streamers import BaseStreamer
 
 import lookahead_hf
 from tests.helpers.caches import CACHE
+from tests.helpers.calls import padded
 from tests.helpers.compared import speculated
 from tests.helpers.device import on_device
-from tests.helpers.encoder_decoder import texts
 from tests.helpers.models import prompt, tiny
 from tests.helpers.random_calls import smallest
 from tests.helpers.scripted import (
@@ -235,7 +235,7 @@ def test_a_streamer_that_raises_where_rows_are_apart(
 def test_a_decoder_beside_an_encoder(rows: int, where: str) -> None:
     """What the encoder left in the cache stays, and the decoder's part holds whole steps."""
     model = tiny("bart").double()
-    call = {**texts(rows), "do_sample": True, **SETTINGS}
+    call = {**padded("right", rows), "do_sample": True, **SETTINGS}
     torch.manual_seed(3)
     config = scripted(continuations(model.generate(**call), 1), second_child_right)
     for at in (4, 5):

@@ -17,14 +17,24 @@ from lookahead_hf.call.admission import DECODERS_OF_PAIRS, ENCODER_DECODERS
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.rows import Rows
 from tests.helpers.caches import CACHE
-from tests.helpers.compared import compared, left_to_plain, speculated
-from tests.helpers.encoder_decoder import GREEDY, SAMPLED, call, picture_call, texts
+from tests.helpers.calls import padded
+from tests.helpers.compared import ALL, assert_close, compared, left_to_plain, speculated
 from tests.helpers.models import pair, prompt, tiny, unsure
-from tests.helpers.outputs import ALL, assert_close
 from tests.helpers.scripted import Scripted, empty, right
 
+GREEDY: dict[str, Any] = {"do_sample": False}
+SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0}
 SEEN = ("decoder_hidden_states", "decoder_attentions", "cross_attentions")
 OF_ENCODER = ("encoder_hidden_states", "encoder_attentions")
+
+
+def call(rows: int, **settings: Any) -> dict[str, Any]:
+    return {**padded("right", rows), "max_new_tokens": 30, "pad_token_id": 0, **settings}
+
+
+def picture_call(rows: int, **settings: Any) -> dict[str, Any]:
+    pictures = torch.randn(rows, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    return {"pixel_values": pictures, "max_new_tokens": 30, "pad_token_id": 0, **settings}
 
 
 @pytest.mark.parametrize("name", sorted(ENCODER_DECODERS - {"florence2", "moonshine", "whisper"}))
@@ -176,7 +186,7 @@ def test_drafters_see_what_the_encoder_read_without_pads() -> None:
     config = SpeculativeConfig(drafters=(drafter,), budget=16)
     with lookahead_hf.enabled(model):
         model.generate(**call(2, **SAMPLED, num_return_sequences=2), speculative=config)
-    read = texts(2)
+    read = padded("right", 2)
     expected = [i[m.bool()].tolist() for i, m in zip(*read.values(), strict=True) for _ in range(2)]
     assert drafter.seen is not None
     assert [ids.tolist() for ids in drafter.seen] == expected

@@ -12,10 +12,9 @@ from transformers.utils import ModelOutput
 import lookahead_hf
 from lookahead_hf.fallback import FallbackReason, Unserved
 from tests.helpers.caches import CACHE
-from tests.helpers.compared import compared, speculated
+from tests.helpers.compared import assert_close, compared, speculated
 from tests.helpers.fakes import Recorder
 from tests.helpers.models import VOCAB, characters, tiny
-from tests.helpers.outputs import assert_close
 from tests.helpers.speech import (
     FRAMES,
     frames,

@@ -9,9 +9,8 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import lookahead_hf
-from tests.helpers.compared import compared
+from tests.helpers.compared import ALL, assert_close, compared
 from tests.helpers.models import left_padded, prompt, tiny
-from tests.helpers.outputs import ALL, assert_close
 from tests.helpers.scripted import RandomTrees, continuations, scripted
 
 PADS = {"alone": (0,), "batch": (0, 0, 0), "padded": (0, 4, 2)}

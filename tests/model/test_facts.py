@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 import lookahead_hf
 from lookahead_hf.model.facts import facts_of
 from tests.helpers.architectures import build
+from tests.helpers.calls import padded
 from tests.helpers.compared import speculated
-from tests.helpers.encoder_decoder import texts
 from tests.helpers.models import prompt, tiny
 
 CALL: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
@@ -50,7 +50,7 @@ def test_a_warm_call_walks_over_the_modules_at_most_three_times(
     name: str, walks: Counter[str]
 ) -> None:
     if name in PAIRS:
-        model, inputs = tiny(name), texts(3)
+        model, inputs = tiny(name), padded("right", 3)
     else:
         is_tiny = name in ("llama", "gemma3", "gpt2")
         model, inputs = tiny(name) if is_tiny else build(name), {"input_ids": prompt(3)}

@@ -12,9 +12,8 @@ import torch
 
 import lookahead_hf
 from tests.helpers.architectures import build
-from tests.helpers.compared import compared, speculated
+from tests.helpers.compared import assert_close, compared, speculated
 from tests.helpers.models import prompt
-from tests.helpers.outputs import assert_close
 
 TOLD = ("bart", "bloom", "gpt_neo", "moss_transcribe_diarize", "mpt", "trocr", "whisper")
 """Types whose steps need the columns of their tokens; each counts in another way."""
