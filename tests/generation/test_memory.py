@@ -123,7 +123,7 @@ def test_in_the_growth_of_a_layer(engine: None, monkeypatch: pytest.MonkeyPatch)
     calls = fails_at(monkeypatch, Stores, "grow", 6, 11)
     monkeypatch.setattr(SlotGroup, "roomy", lambda group, slots: slots + 2)
     call = {**GREEDY, **padded("left")}
-    compared(tiny("llama"), lambda: dict(call), call["input_ids"].shape[1])
+    compared(tiny("llama", num_hidden_layers=4), lambda: dict(call), call["input_ids"].shape[1])
     assert len(calls) > 11
 
 
