@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +19,6 @@ from lookahead_hf.call.stopping import with_stop_strings
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.model import compat
-from lookahead_hf.utils import nearest
 
 OURS = ("speculative", "prediction", "speculative_tokenizer")
 """Arguments that transformers does not know.
@@ -178,7 +178,8 @@ def check_name(
     """
     options = [each.name for each in fields(SpeculativeConfig)]
     theirs = {*theirs}
-    meant = nearest(name, {*own, *options, *theirs, *elsewhere})
+    known = {*own, *options, *theirs, *elsewhere}
+    meant = next(iter(difflib.get_close_matches(name, known, 1, cutoff=0.7)), None)
     if meant is None or meant in theirs:
         return
     fix = f"did you mean {meant}=?"
