@@ -128,9 +128,9 @@ two() {
 
 three() {
     begin three
-    bench attention 90 kernels --only attention --nodes "$nodes" --context "$contexts" \
+    bench attention 90 kernel_times --only attention --nodes "$nodes" --context "$contexts" \
         --rows "$rows" $sizes
-    bench kernels 60 kernels --nodes "$most" --context "$long" $sizes
+    bench kernels 60 kernel_times --nodes "$most" --context "$long" $sizes
     bench sweep 100 sweep --nodes "$swept" --context "$long" $sizes
     bench products 40 launches --products --shapes "$large" $on
     bench step_long 60 step --shapes "$large" --nodes 0,15,63 --context "$long" --batch 1 $on

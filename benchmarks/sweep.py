@@ -16,9 +16,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from common import Report
 from kernel_cases import Bench, Case
-from kernels import Line, each_place, on_backend, timed
-from lines import Report
+from kernel_times import Line, each_place, on_backend, timed
 
 from lookahead_hf.kernels import attention, tiles, topk
 from lookahead_hf.kernels._common import launch
@@ -80,5 +80,9 @@ def tuned(kind: str, setting: dict[str, int]) -> Iterator[None]:
         yield
 
 
-if __name__ == "__main__":
+def main() -> None:
     each_place(sweep, may_fail=True)
+
+
+if __name__ == "__main__":
+    main()
