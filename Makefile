@@ -63,7 +63,6 @@ test-newest: .venv-newest/.tests
 
 test-ecosystem: .venv-ecosystem/.tests
 	.venv-ecosystem/bin/python -m pytest -q tests/ecosystem $(ARGS)
-	.venv-ecosystem/bin/python -m tests.ecosystem.table docs/ecosystem.md
 
 soak: .venv/.tests  # 64 clients of one server for 15 minutes
 	.venv/bin/python -m tests.soak $(ARGS)

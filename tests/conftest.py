@@ -15,6 +15,7 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
 import pytest
 import torch
+import transformers
 
 if not torch.cuda.is_available():
     # Triton reads it when a kernel's module is imported.
@@ -22,8 +23,7 @@ if not torch.cuda.is_available():
 
 from tests.helpers.device import TapeRecorder, taped
 from tests.helpers.fakes import PlainDecoding
-from tests.helpers.llava import tiny_llava
-from tests.helpers.models import tiny
+from tests.helpers.models import characters, tiny
 from tests.helpers.replayed import WIDTHS
 
 torch.set_num_threads(1)
@@ -125,4 +125,27 @@ def model() -> Any:
 @pytest.fixture
 def llava() -> tuple[Any, Any]:
     """A tiny model that reads pictures, with its processor."""
-    return tiny_llava()
+    pytest.importorskip("PIL")
+    tokenizer = characters(pad_token="!", extra_special_tokens={"image_token": "#"})
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        image_size=16, patch_size=8, projection_dim=16,
+    )  # fmt: skip
+    config = transformers.LlavaConfig(
+        vision_config=vision,
+        text_config=tiny("llama").config,
+        image_token_id=tokenizer.convert_tokens_to_ids("#"),
+    )
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    model.generation_config.eos_token_id = None
+    processor = transformers.LlavaProcessor(
+        transformers.CLIPImageProcessorPil(
+            size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}
+        ),
+        tokenizer,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        image_token="#",
+    )
+    return model, processor

@@ -236,13 +236,14 @@ class Worker:
         """Return the rows with their texts."""
         job = self._job
         prompts = [self._token_ids(prompt) for prompt in rows[job.column].to_pylist()]
-        seeds = None
+        requests: list[Any] = prompts
         if self._config.do_sample and job.seed is not None:
             keys = prompts if job.key is None else rows[job.key].to_pylist()
             seeds = [row_seed(job.seed, key) for key in keys]
-        outputs = self._model.generate_batch(
-            prompts, self._config, speculative=job.speculative, max_slots=job.max_slots, seeds=seeds
-        )
+            pairs = zip(prompts, seeds, strict=True)
+            requests = [{"input_ids": prompt, "seed": seed} for prompt, seed in pairs]
+        given = {"speculative": job.speculative, "max_slots": job.max_slots}
+        outputs = self._model.generate_batch(requests, self._config, **given)
         for name, values in self._columns([*outputs.values()]).items():
             rows = rows.append_column(OUTPUT + name, values)
         return rows

@@ -1,225 +1,326 @@
-"""Libraries and servers that call `generate` themselves."""
+"""Libraries and servers that call `generate` themselves, one function each."""
 
 from __future__ import annotations
 
-import copy
-from threading import Thread
-from typing import Any
+import asyncio
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
+import torch
 import transformers
+from torch import nn
 
 import lookahead_hf
-from tests.ecosystem.room import Caller, Room, asking
+from lookahead_hf.fallback import FallbackReason
+from tests.ecosystem.room import GREEDY, NEW_TOKENS, PROMPTS, Room
 from tests.helpers.models import tiny
-from tests.helpers.speech import (
-    tiny_whisper,
-    wave,
-    whisper_features,
-    whisper_tokenizer,
-)
+from tests.helpers.served import free_port, wait_for
 
-NEW_TOKENS = 24
-PROMPT = "abc abc abc"
-SAID = [{"role": "user", "content": PROMPT}]
-SHOWN = [{"role": "user", "content": [{"type": "text", "text": PROMPT}]}]
-GREEDY = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+SAID = [{"role": "user", "content": PROMPTS[0]}]
+SHOWN = [{"role": "user", "content": [{"type": "text", "text": PROMPTS[0]}]}]
 
 
-def _pipe(room: Room, speculative: Any) -> Any:
-    build = lookahead_hf.pipeline if speculative else transformers.pipeline
-    model = transformers.AutoModelForCausalLM.from_pretrained(room.folder(None)).eval()
-    return build(
-        "text-generation",
-        model=model,
-        tokenizer=room.tokenizer(),
-        device="cpu",
-        **asking(speculative),
-    )
+def pipe(room: Room) -> Any:
+    build = lookahead_hf.pipeline if room.asks else transformers.pipeline
+    model, tokenizer = room.model(), room.tokenizer
+    return build("text-generation", model=model, tokenizer=tokenizer, device="cpu", **room.argument)
 
 
-def text_generation_stop(room: Room, speculative: Any) -> Any:
-    whole = _pipe(room, None)(PROMPT, return_full_text=False, **GREEDY)[0]["generated_text"]
-    return _pipe(room, speculative)(PROMPT, stop_sequence=whole[10], **GREEDY)
+def pipe_out_of_reach(room: Room) -> Any:
+    """transformers' own pipeline, which passes the argument on."""
+    model, tokenizer = room.model(), room.tokenizer
+    own = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
+    return own(PROMPTS[0], **GREEDY, **room.argument)
 
 
-def text_generation_streamer(room: Room, speculative: Any) -> Any:
-    pipe = _pipe(room, speculative)
-    streamer = transformers.TextIteratorStreamer(pipe.tokenizer, skip_prompt=True)
-    worker = Thread(target=pipe, args=(PROMPT,), kwargs={**GREEDY, "streamer": streamer})
-    worker.start()
-    pieces = list(streamer)
-    worker.join()
-    return pieces
+def transformers_serve(room: Room, **options: Any) -> Any:
+    """Chats of the OpenAI client at the same time."""
+    from openai import OpenAI
+    from transformers.cli.serve import Serve
+
+    folder, port = room.folder, free_port()
+    server = Serve(folder, port=port, device="cpu", non_blocking=True, **options)
+    client = OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", timeout=120)
+
+    def chat(text: str) -> Any:
+        said = [{"role": "user", "content": text}]
+        answer = client.chat.completions.create(
+            model=folder, messages=said, max_tokens=NEW_TOKENS, temperature=0.0
+        )
+        return answer.choices[0].message.content, answer.usage.completion_tokens
+
+    try:
+        wait_for(port)
+        with ThreadPoolExecutor(3) as pool:
+            return list(pool.map(chat, PROMPTS))
+    finally:
+        server.kill_server()
 
 
-def text_generation_enabled(room: Room, speculative: Any) -> Any:
-    pipe = _pipe(room, None)
-    if not speculative:
-        return pipe(PROMPT, **GREEDY)
-    lookahead_hf.enable(pipe.model)
-    return pipe(PROMPT, speculative=speculative, **GREEDY)
-
-
-def text_generation_out_of_reach(room: Room, speculative: Any) -> Any:
-    return _pipe(room, None)(PROMPT, **GREEDY, **asking(speculative))
-
-
-def _written_down(speculative: Any, **parts: Any) -> Any:
-    build = lookahead_hf.pipeline if speculative else transformers.pipeline
-    return build("automatic-speech-recognition", device="cpu", **parts, **asking(speculative))
-
-
-def speech(room: Room, speculative: Any, **more: Any) -> Any:
-    tokenizer = room.tokenizer()
-    pipe = _written_down(
-        speculative,
-        model=tiny("moonshine", vocab_size=len(tokenizer)),
-        tokenizer=tokenizer,
-        feature_extractor=transformers.Wav2Vec2FeatureExtractor(),
-    )
-    return pipe(wave(), generate_kwargs={"max_new_tokens": 40, **more})
-
-
-def speech_by_whisper(room: Room, speculative: Any) -> Any:
-    pipe = _written_down(
-        speculative,
-        model=tiny_whisper(),
-        tokenizer=whisper_tokenizer(),
-        feature_extractor=whisper_features(),
-    )
-    settings = {"max_new_tokens": 40, "num_beams": 1}
-    return pipe(wave(5.0), generate_kwargs=settings, return_timestamps="word")
-
-
-def _agent(room: Room, speculative: Any) -> Any:
+def smolagents(room: Room) -> Any:
     from smolagents import TransformersModel
 
-    return TransformersModel(
-        model_id=room.folder(None), device_map="cpu", **GREEDY, **asking(speculative)
-    )
+    agent = TransformersModel(room.plain_folder, device_map="cpu", **GREEDY, **room.argument)
+    whole = agent.generate(SHOWN, stop_sequences=["\x00"]).content
+    return whole, [each.content for each in agent.generate_stream(SHOWN)]
 
 
-def _langchain(room: Room, speculative: Any) -> Any:
+def langchain(room: Room) -> Any:
     from langchain_huggingface import HuggingFacePipeline
 
-    return HuggingFacePipeline.from_model_id(
-        model_id=room.folder(None),
-        task="text-generation",
-        pipeline_kwargs={**GREEDY, **asking(speculative)},
+    settings = {**GREEDY, **room.argument}
+    chain = HuggingFacePipeline.from_model_id(
+        room.plain_folder, "text-generation", pipeline_kwargs=settings
     )
+    return chain.invoke(PROMPTS[0]), list(chain.stream(PROMPTS[0]))
 
 
-def map_of_datasets(room: Room, speculative: Any) -> Any:
+def llama_index(room: Room) -> Any:
+    from llama_index.llms.huggingface import HuggingFaceLLM
+
+    chain = HuggingFaceLLM(
+        model=room.enabled(),
+        tokenizer=room.tokenizer,
+        max_new_tokens=NEW_TOKENS,
+        context_window=256,
+        generate_kwargs={"do_sample": False, **room.argument},
+    )
+    return chain.complete(PROMPTS[0]).text
+
+
+def haystack(room: Room) -> Any:
+    from haystack.dataclasses import ChatMessage
+    from haystack_integrations.components.generators.transformers import TransformersChatGenerator
+
+    settings = {**GREEDY, **room.argument}
+    chat = TransformersChatGenerator(
+        room.plain_folder, "text-generation", generation_kwargs=settings
+    )
+    chat.warm_up()
+    return chat.run([ChatMessage.from_user(PROMPTS[0])])["replies"][0].text
+
+
+def outlines(room: Room) -> Any:
+    """A choice among two answers, enforced token by token by a stateful processor."""
+    import outlines
+
+    model = outlines.from_transformers(room.enabled(), room.tokenizer)
+    choice = Literal["abc abc abc abc abc abc abd", "abc abc abc abc abc abc abe"]
+    return model(PROMPTS[0], choice, max_new_tokens=40, do_sample=False, **room.argument)
+
+
+def inspect_ai(room: Room) -> Any:
+    from inspect_ai.model import GenerateConfig, get_model
+
+    config = GenerateConfig(max_tokens=NEW_TOKENS, temperature=0.001, seed=0)
+    model = get_model(f"hf/{room.folder}", config=config, device="cpu", memoize=False)
+    return asyncio.run(model.generate(PROMPTS[0])).completion
+
+
+def map_of_datasets(room: Room) -> Any:
+    """The data set tells calls apart by what it pickles of the model."""
     from datasets import Dataset
 
-    model, tokenizer = room.model(speculative), room.tokenizer()
-
-    def answer(rows: dict[str, list[str]]) -> dict[str, list[str]]:
-        inputs = tokenizer(rows["text"], return_tensors="pt", padding=True)
-        output = model.generate(**inputs, **GREEDY)
-        return {"answer": tokenizer.batch_decode(output)}
-
-    rows = Dataset.from_dict({"text": [PROMPT, "abcd", "xyz xyz"]})
-    return rows.map(answer, batched=True, batch_size=2, load_from_cache_file=False)["answer"][:]
+    model = room.speculating()
+    rows = Dataset.from_dict({"text": PROMPTS})
+    answer = lambda rows: {"answer": room.texts(model)}  # noqa: E731
+    return rows.map(answer, batched=True, load_from_cache_file=False)["answer"][:]
 
 
-def queue_of_datasets(room: Room, speculative: Any) -> Any:
+def lm_eval(room: Room) -> Any:
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    model = HFLM(room.plain_folder, device="cpu", batch_size=2, max_length=128)
+    asked = {"until": ["\x00"], "max_gen_toks": NEW_TOKENS, **room.argument}
+    requests = [Instance("generate_until", {}, (text, {**asked}), 0) for text in PROMPTS]
+    return model.generate_until(requests, disable_tqdm=True)
+
+
+def lighteval(room: Room) -> Any:
+    from lighteval.models.transformers import transformers_model as models
+    from lighteval.tasks.requests import Doc
+
+    config = models.TransformersModelConfig(
+        model_name=room.folder,
+        device="cpu",
+        batch_size=2,
+        max_length=128,
+        model_parallel=False,
+        cache_dir=tempfile.mkdtemp(dir=room.scratch),
+    )
+    docs = [Doc(text, [""], 0, generation_size=NEW_TOKENS, id=text) for text in PROMPTS]
+    for doc in docs:
+        doc.sampling_methods = ["GENERATIVE"]
+    return [each.text for each in models.TransformersModel(config).greedy_until(docs)]
+
+
+def rewarded(room: Room) -> Any:
+    """The completions that TRL's GRPO rewards in two training steps."""
+    import trl
     from datasets import Dataset
 
-    model, tokenizer = room.model(speculative), room.tokenizer()
-    config = copy.deepcopy(model.generation_config)
-    config.update(**GREEDY)
-    few = transformers.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
-    bar = {"progress": True} if speculative else {"progress_bar": True}
+    seen: list[str] = []
 
-    def annotate(rows: dict[str, list[str]]) -> dict[str, list[str]]:
-        found = model.generate_batch(tokenizer(rows["text"]).input_ids, config, few, **bar)
-        return {"answer": [tokenizer.decode(each.generated_tokens) for each in found.values()]}
+    def reward(completions: list[str], **kwargs: Any) -> list[float]:
+        seen.extend(completions)
+        return [float(text.count("a")) for text in completions]
 
-    rows = Dataset.from_dict({"text": [PROMPT, "abcd", "xyz xyz"] * 2})
-    return rows.map(annotate, batched=True, load_from_cache_file=False)["answer"][:]
+    settings = trl.GRPOConfig(
+        str(room.scratch / "trl"),
+        max_completion_length=NEW_TOKENS,
+        max_steps=2,
+        per_device_train_batch_size=4,
+        num_generations=4,
+        report_to="none",
+        save_strategy="no",
+        use_cpu=True,
+        bf16=False,
+        generation_kwargs=room.argument or None,
+    )
+    rows, model = Dataset.from_dict({"prompt": PROMPTS * 2}), room.enabled()
+    trl.GRPOTrainer(model, reward, settings, rows, processing_class=room.tokenizer).train()
+    assert model.training
+    return seen
 
 
-OURS = "`lookahead_hf.pipeline(...)`"
-NO_BEAMS = '`lookahead_hf.pipeline(...)` and `pipe(audio, generate_kwargs={"num_beams": 1})`'
-AGENT = "`TransformersModel(model_id=..., speculative=True)`"
-CHAIN = '`from_model_id(..., pipeline_kwargs={"speculative": True})`'
-LANGCHAIN = ("langchain_huggingface",)
+def predicted(room: Room) -> Any:
+    """The texts of a trainer's `predict`, which passes `labels`."""
+    columns = room.tokenizer(PROMPTS, padding=True)
+    ids = torch.tensor(columns["input_ids"]) % 100
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    settings = transformers.Seq2SeqTrainingArguments(
+        str(room.scratch / "seq2seq"),
+        predict_with_generate=True,
+        generation_max_length=NEW_TOKENS,
+        report_to="none",
+        use_cpu=True,
+    )
+    trainer = transformers.Seq2SeqTrainer(
+        room.speculating(tiny("t5")),
+        settings,
+        data_collator=transformers.default_data_collator,
+        processing_class=room.tokenizer,
+    )
+    return trainer.predict(rows).predictions.tolist()
 
-CALLERS = [
-    Caller(
-        "pipeline text-generation, a chat",
-        OURS,
-        lambda room, asked: _pipe(room, asked)(SAID, **GREEDY),
+
+def adapted(room: Room, **fields: Any) -> Any:
+    """Two LoRA adapters whose weights matter, one of them around an enabled model."""
+    import peft
+
+    torch.manual_seed(0)
+    given = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **fields}
+    config = peft.LoraConfig(task_type="CAUSAL_LM", **given)
+    around = peft.get_peft_model(room.speculating(), config).eval()
+    within = peft.get_peft_model(room.model(), config).eval()
+    within.add_adapter("other", config)
+    both = {"adapter_names": ["default", "other", "other"]} if not fields else {}
+    inputs = room.tokenizer(PROMPTS, return_tensors="pt", padding=True)
+    mixed = room.speculating(within).generate(**inputs, **both, **GREEDY)
+    return room.texts(around), mixed.tolist()
+
+
+def activated(room: Room) -> Any:
+    return adapted(room, alora_invocation_tokens=room.tokenizer("ab")["input_ids"])
+
+
+def virtual_tokens(room: Room) -> Any:
+    import peft
+
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    return room.texts(room.speculating(peft.get_peft_model(room.model(), config).eval()))
+
+
+def dispatched(room: Room) -> Any:
+    import accelerate
+
+    devices = dict.fromkeys(("model", "lm_head"), "cpu")
+    return room.texts(accelerate.dispatch_model(room.speculating(), devices, force_hooks=True))
+
+
+def offloaded(room: Room) -> Any:
+    import accelerate
+
+    folder = str(room.scratch / "offloaded")
+    return room.texts(accelerate.disk_offload(room.speculating(), folder, torch.device("cpu")))
+
+
+def by_torchao(room: Room, config: str) -> Any:
+    from torchao import quantization
+
+    chosen = transformers.TorchAoConfig(getattr(quantization, config)())
+    return room.texts(room.speculating(room.model(quantization_config=chosen)))
+
+
+def int8_by_torch(room: Room) -> Any:
+    model = room.speculating()
+    torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8, inplace=True)
+    return room.texts(model)
+
+
+@dataclass(frozen=True)
+class Caller:
+    """One caller, by its name in docs/ecosystem.md.
+
+    Attributes:
+        run: Returns what a caller writes in a room.
+        needs: Packages that it imports.
+        expects: Why it runs plainly, None if it speculates.
+        promises: Whether the text is to be plain's.
+        auto: Whether `lookahead_hf.auto` is needed: the caller loads its own model.
+    """
+
+    run: Callable[[Room], Any]
+    needs: tuple[str, ...] = ()
+    expects: FallbackReason | None = None
+    promises: bool = True
+    auto: bool = False
+
+
+SERVED = ("fastapi", "uvicorn", "openai")
+TOGETHER = {"continuous_batching": True, "cb_num_blocks": 8, "cb_max_batch_tokens": 256}
+INT8 = "Int8DynamicActivationInt8WeightConfig"
+
+CALLERS = {
+    "pipeline text-generation, a chat": Caller(lambda room: pipe(room)(SAID, **GREEDY)),
+    "pipeline text-generation, a list, batch_size=2": Caller(
+        lambda room: pipe(room)(PROMPTS, batch_size=2, **GREEDY)
     ),
-    Caller(
-        "pipeline text-generation, a list, batch_size=2",
-        OURS,
-        lambda room, asked: _pipe(room, asked)([PROMPT, "abcd"], batch_size=2, **GREEDY),
+    "pipeline text-generation, transformers' own, a model out of reach": Caller(
+        pipe_out_of_reach, auto=True
     ),
-    Caller("pipeline text-generation, stop_sequence", OURS, text_generation_stop),
-    Caller("pipeline text-generation, a streamer", OURS, text_generation_streamer),
-    Caller(
-        "pipeline text-generation, transformers' own",
-        "`enable(pipe.model)` and `pipe(x, speculative=True)`",
-        text_generation_enabled,
+    "transformers serve": Caller(transformers_serve, SERVED, auto=True),
+    "transformers serve --continuous-batching": Caller(
+        partial(transformers_serve, **TOGETHER), SERVED, auto=True
     ),
-    Caller(
-        "pipeline text-generation, transformers' own, a model out of reach",
-        "`pipe(x, speculative=True)`",
-        text_generation_out_of_reach,
-        auto=True,
+    "smolagents, generate and stream": Caller(smolagents, ("smolagents",), auto=True),
+    "LangChain, invoke and stream": Caller(langchain, ("langchain_huggingface",), auto=True),
+    "LlamaIndex, complete": Caller(llama_index, ("llama_index.llms.huggingface",)),
+    "Haystack, run": Caller(
+        haystack, ("haystack_integrations.components.generators.transformers",), auto=True
     ),
-    Caller(
-        "pipeline automatic-speech-recognition",
-        OURS,
-        speech,
-        expects="beams",
-        note="the pipeline's default is num_beams=5; the warning names the remedy num_beams=1",
+    "outlines, a choice": Caller(outlines, ("outlines",)),
+    "inspect-ai": Caller(inspect_ai, ("inspect_ai",), auto=True),
+    "datasets, map": Caller(map_of_datasets, ("datasets",)),
+    "lm-eval": Caller(lm_eval, ("lm_eval",), auto=True),
+    "lighteval": Caller(lighteval, ("lighteval",), auto=True),
+    "TRL, GRPO": Caller(rewarded, ("trl", "datasets")),
+    "Seq2SeqTrainer, predict_with_generate": Caller(predicted),
+    "PEFT, LoRA": Caller(adapted, ("peft",)),
+    "PEFT, activated LoRA": Caller(activated, ("peft",), FallbackReason.ADAPTER),
+    "PEFT, prefix tuning": Caller(virtual_tokens, ("peft",), FallbackReason.ADAPTER),
+    "accelerate, dispatch_model": Caller(dispatched, ("accelerate",)),
+    "accelerate, disk_offload": Caller(offloaded, ("accelerate",)),
+    "torchao, int8 weights": Caller(
+        partial(by_torchao, config="Int8WeightOnlyConfig"), ("torchao",)
     ),
-    Caller(
-        "pipeline automatic-speech-recognition, num_beams=1",
-        NO_BEAMS,
-        lambda room, asked: speech(room, asked, num_beams=1),
+    "torchao, int8 weights and activations": Caller(
+        partial(by_torchao, config=INT8), ("torchao",), promises=False
     ),
-    Caller(
-        "pipeline automatic-speech-recognition, Whisper, words of several segments",
-        NO_BEAMS,
-        speech_by_whisper,
-    ),
-    Caller(
-        "smolagents, generate",
-        AGENT,
-        lambda room, asked: _agent(room, asked).generate(SHOWN, stop_sequences=["\x00"]).content,
-        ("smolagents",),
-        auto=True,
-    ),
-    Caller(
-        "smolagents, stream",
-        AGENT,
-        lambda room, asked: [each.content for each in _agent(room, asked).generate_stream(SHOWN)],
-        ("smolagents",),
-        auto=True,
-    ),
-    Caller(
-        "LangChain, invoke",
-        CHAIN,
-        lambda room, asked: _langchain(room, asked).invoke(PROMPT),
-        LANGCHAIN,
-        auto=True,
-    ),
-    Caller(
-        "LangChain, stream",
-        CHAIN,
-        lambda room, asked: list(_langchain(room, asked).stream(PROMPT)),
-        LANGCHAIN,
-        auto=True,
-    ),
-    Caller("datasets, map", "`enable(model)`", map_of_datasets, ("datasets",)),
-    Caller(
-        "datasets, map, generate_batch with a bar",
-        "`enable(model)`",
-        queue_of_datasets,
-        ("datasets",),
-    ),
-]
+    "torch, quantize_dynamic": Caller(int8_by_torch, promises=False),
+}

@@ -14,8 +14,8 @@ import lookahead_hf
 from lookahead_hf.call import admission
 from lookahead_hf.fallback import FallbackReason, Unserved
 from tests.helpers.caches import CACHE
+from tests.helpers.calls import padded
 from tests.helpers.compared import reason_of, served
-from tests.helpers.encoder_decoder import texts
 from tests.helpers.fakes import Recorder
 from tests.helpers.models import prompt, tiny
 from tests.helpers.speech import frames, tiny_whisper
@@ -41,7 +41,7 @@ def counted(module: Any) -> Iterator[list[int]]:
 
 def pair() -> tuple[Any, dict[str, Any], Any]:
     model = tiny("bart").double()
-    return model, texts(2), model.get_encoder()
+    return model, padded("right", 2), model.get_encoder()
 
 
 def speech() -> tuple[Any, dict[str, Any], Any]:
@@ -118,7 +118,7 @@ def test_what_is_found_late_goes_on_from_where_it_is(
     name: str, do_sample: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny(name)
-    inputs = texts(1) if name == "bart" else {"input_ids": prompt()}
+    inputs = padded("right", 1) if name == "bart" else {"input_ids": prompt()}
     call = {**inputs, **SETTINGS, "do_sample": do_sample, "return_dict_in_generate": True}
     streams = Recorder(), Recorder()
     torch.manual_seed(5)
@@ -149,22 +149,6 @@ def test_with_an_assistant_plain_generate_drafts_with_it(monkeypatch: pytest.Mon
     with counted(assistant) as runs, pytest.warns(Warned, match="found late"):
         assert torch.equal(model.generate(**call, speculative=True), expected)
     assert runs[0] > 0
-
-
-def test_pictures_are_read_once(llava: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    model, processor = llava
-    from PIL import Image
-
-    picture = Image.new("RGB", (16, 16), (120, 40, 200))
-    inputs = processor(images=picture, text="#ab", return_tensors="pt")
-    monkeypatch.setattr(admission, "_check_capacity", refuses)
-    with lookahead_hf.enabled(model), counted(model.model.vision_tower) as runs:
-        with pytest.raises(ValueError, match="no drafter 'ngrams'"):
-            model.generate(**inputs, **SETTINGS, speculative={"drafters": ["ngrams"]})
-        assert runs == [0]
-        with pytest.warns(Warned, match="found late"):
-            model.generate(**inputs, **SETTINGS, speculative=True)
-    assert runs == [1]
 
 
 @pytest.mark.parametrize("task", ["text-classification", "sentiment-analysis", "fill-mask"])

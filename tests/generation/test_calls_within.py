@@ -15,8 +15,8 @@ from transformers import (
 )
 
 import lookahead_hf
+from tests.helpers.calls import padded
 from tests.helpers.compared import speculated
-from tests.helpers.encoder_decoder import texts
 from tests.helpers.models import prompt, tiny
 from tests.helpers.random_calls import smallest
 from tests.helpers.scripted import RandomTrees, continuations, right, scripted
@@ -69,7 +69,7 @@ def test_a_call_in_which_others_are_made(
     other = model if inner_name == name else smallest(inner_name)
     inner_call = {"input_ids": prompt(2, seed=5), **INNER, "do_sample": do_sample, "top_k": 0}
     call = {"input_ids": prompt(rows), "do_sample": do_sample, "top_k": 0, "pad_token_id": 0}
-    call |= {"max_new_tokens": 20, **(texts(rows) if name == "bart" else {})}
+    call |= {"max_new_tokens": 20, **(padded("right", rows) if name == "bart" else {})}
     columns, inner_columns = (1, 1) if name == "bart" else (12, 12)
     plain_asks = kind(lambda: other.generate(**inner_call))
     plain, state = ran(model, {**call, **plain_asks.given()})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,15 +18,15 @@ from transformers import EncoderDecoderCache
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig, SpeculativeStats
+from lookahead_hf.trace import MODEL, Trace, TraceRow
+from lookahead_hf.trace.steps import PARTS
 from tests.helpers.caches import CACHE, assert_same_cache
-from tests.helpers.compared import served
+from tests.helpers.compared import assert_close, served
 from tests.helpers.compiled import in_threads
 from tests.helpers.fakes import Recorder
 from tests.helpers.models import prompt
-from tests.helpers.outputs import assert_close
 from tests.helpers.random_calls import PAIRS, RandomCall
 from tests.helpers.scripted import RandomTrees, Scripted, continuations, empty
-from tests.helpers.traces import check_trace
 
 
 @dataclass
@@ -250,3 +251,49 @@ def count(stats: SpeculativeStats, tally: Tally, call: RandomCall) -> None:
     about = [name for name, holds in ABOUT.items() if holds(call)]
     for name in (call.model, call.drafting, call.way, *about):
         tally.accepted[name] += stats.num_accepted
+
+
+def check_trace(stats: SpeculativeStats, texts: list[list[int]]) -> None:
+    """Assert that a trace agrees with what its call emitted and counted.
+
+    Args:
+        stats: The statistics, with a trace.
+        texts: The generated columns of each row, with pads.
+    """
+    trace = stats.trace
+    assert trace is not None and trace.fallback_reason is None
+    assert (trace.num_rows, len(trace.steps)) == (stats.rows, stats.num_steps + 1)
+    for row, (counts, text) in enumerate(zip(stats.row_stats, texts, strict=True)):
+        tokens, origins = trace.tokens(row), trace.origins(row)
+        assert len(tokens) == counts.num_emitted
+        # Without a pad token, the shortest row's columns are returned.
+        assert tokens[: len(text)] == text[: len(tokens)]
+        assert len(origins) - origins.count(MODEL) == counts.num_accepted
+    traced = [each for step in trace.steps[1:] for each in step.rows]
+    assert len(traced) == stats.row_steps
+    assert sum(len(each.nodes) for each in traced) == stats.num_drafted
+    for each in traced:
+        check_row(each)
+    for part in PARTS:
+        spent = sum(step.parts.get(part, 0.0) for step in trace.steps)
+        assert spent == pytest.approx(getattr(stats, f"{part}_ms"), abs=1e-6)
+    ends = [step.start_ms + step.total_ms for step in trace.steps]
+    assert [step.start_ms for step in trace.steps] == pytest.approx([0.0, *ends[:-1]])
+    assert all(sum(step.parts.values()) <= step.total_ms + 1e-6 for step in trace.steps)
+    assert Trace.from_dict(json.loads(json.dumps(trace.to_dict()))) == trace
+
+
+def check_row(each: TraceRow) -> None:
+    """Assert that the accepted nodes are a path from the root whose tokens were emitted."""
+    assert len(each.tokens) == len(each.accepted) + 1
+    at = -1
+    for index, token in zip(each.accepted, each.tokens, strict=False):
+        node = each.nodes[index]
+        assert (node.parent, node.token) == (at, token)
+        at = index
+    for index, node in enumerate(each.nodes):
+        assert -1 <= node.parent < index
+        above = 0 if node.parent == -1 else each.nodes[node.parent].depth
+        assert node.depth == above + 1
+        assert node.sources == ("scripted",)
+        assert node.probability is not None and 0 <= node.probability <= 1

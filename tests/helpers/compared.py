@@ -12,6 +12,14 @@ import torch
 import lookahead_hf
 from tests.helpers.scripted import RandomTrees, Tree, continuations, scripted
 
+ALL = {
+    "return_dict_in_generate": True,
+    "output_scores": True,
+    "output_logits": True,
+    "output_hidden_states": True,
+}
+"""What a call can be asked to return beside its text."""
+
 
 class Compared(NamedTuple):
     """What both calls returned, and what speculation did."""
@@ -59,6 +67,19 @@ def assert_same_logits(outputs: Any) -> None:
     plain, ours = (torch.stack(output.logits) for output in outputs[:2])
     tolerance = 1e-3 * float(plain[plain.isfinite()].std())
     torch.testing.assert_close(ours, plain, rtol=0.0, atol=tolerance)
+
+
+def assert_close(ours: Any, plain: Any, atol: float = 2e-3, rtol: float = 1e-3) -> None:
+    """Assert that tensors, or tuples of them, are equal up to rounding and infinite alike."""
+    if plain is None or isinstance(plain, torch.Tensor):
+        assert type(ours) is type(plain)
+        if plain is not None:
+            assert ours.shape == plain.shape
+            assert torch.allclose(ours, plain, atol=atol, rtol=rtol, equal_nan=True)
+        return
+    assert len(ours) == len(plain)
+    for a, b in zip(ours, plain, strict=True):
+        assert_close(a, b, atol, rtol)
 
 
 def left_to_plain(

@@ -33,7 +33,7 @@ _COMMON = {
     **IDS,
     "hidden_size": 48,
     "intermediate_size": 96,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
@@ -41,12 +41,11 @@ _COMMON = {
 }
 _GPT2 = {
     **IDS,
-    **{"n_embd": 48, "n_layer": 4, "n_head": 4, "n_positions": 512},
+    **{"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 512},
     "tie_word_embeddings": False,
 }
 _TWO_KINDS = {
     **_COMMON,
-    "num_hidden_layers": 2,
     "layer_types": ["sliding_attention", "full_attention"],
     "sliding_window": 6,
     "head_dim": 12,
@@ -55,19 +54,19 @@ _SHARED = {
     **{**_COMMON, "hidden_size": 32, "head_dim": 12, "sliding_window": 8},
     **{"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8},
     **{"num_kv_shared_layers": 2, "activation_sparsity_pattern": None},
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    **{"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
 }
 _FEW_EXPERTS = {
-    **{**_COMMON, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+    **{**_COMMON, "hidden_size": 32, "intermediate_size": 48},
     **{"moe_intermediate_size": 16, "num_experts_per_tok": 2},
 }
 _T5 = {
     **{"vocab_size": VOCAB, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0},
-    **{"d_model": 48, "d_kv": 12, "d_ff": 96, "num_layers": 3, "num_heads": 4},
+    **{"d_model": 48, "d_kv": 12, "d_ff": 96, "num_layers": 2, "num_heads": 4},
     **{"relative_attention_num_buckets": 8, "relative_attention_max_distance": 16},
 }
 _TWO_HALVES = {
-    **{"d_model": 48, "encoder_layers": 2, "decoder_layers": 3},
+    **{"d_model": 48, "encoder_layers": 2, "decoder_layers": 2},
     **{"encoder_attention_heads": 4, "decoder_attention_heads": 4},
     **{"encoder_ffn_dim": 96, "decoder_ffn_dim": 96},
 }
@@ -76,7 +75,7 @@ _BART = {
     **{"decoder_start_token_id": 2, "forced_eos_token_id": None},
 }
 _GEMMA = {
-    **{"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 4},
+    **{"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "sliding_window": 12},
 }
 _T5GEMMA = {
@@ -86,6 +85,7 @@ _T5GEMMA = {
 _WHISPER = {
     **{**_TWO_HALVES, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 64},
     **{"suppress_tokens": None, "begin_suppress_tokens": None, "tie_word_embeddings": False},
+    "decoder_layers": 3,
 }
 _MOONSHINE = {
     **{"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2, "decoder_start_token_id": 2},
@@ -102,7 +102,7 @@ _FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **_COMMON,
             "sliding_window": 8,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "layer_types": ["sliding_attention", "full_attention"],
             "head_dim": 12,
             "query_pre_attn_scalar": 12,
         },

@@ -37,7 +37,7 @@ def open_model(
     import torch
 
     import lookahead_hf
-    from lookahead_hf.runner.engines import groups_of
+    from lookahead_hf.runner.host import groups_of
 
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
