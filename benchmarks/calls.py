@@ -21,9 +21,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import common
 import torch
-from kernels import numbers, wait
-from lines import Report
+from common import Report
+from kernel_times import wait
 from step import counted, load, said, shapes_parser
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
@@ -102,7 +103,7 @@ class Bench:
         found: dict[str, Any] = {
             "first": spent[0],
             "tokens_per_second": len(texts) * self.options.new_tokens / min(spent[2:]),
-            "equal": min(map(common, texts, plain)),
+            "equal": min(map(num_equal, texts, plain)),
             "gigabytes": torch.cuda.max_memory_allocated() / 1e9 if on_gpu else None,
         }
         if "speculative" not in more:
@@ -115,22 +116,21 @@ class Bench:
         return found | {"tokens_per_step": stats.tokens_per_step, "ran": ran}
 
 
-def common(text: list[int], other: list[int]) -> int:
+def num_equal(text: list[int], other: list[int]) -> int:
     """The tokens before the first in which two texts differ."""
     same = (one == two for one, two in zip(text, other, strict=True))
     return len([*itertools.takewhile(bool, same)])
 
 
-def main(argv: list[str] | None = None) -> None:
+def main() -> None:
     """Measure, print a table, write the file."""
-    parser = shapes_parser(__doc__, ["8B"] if torch.cuda.is_available() else ["0.1B"])
-    for name, number in {"context": 512, "new-tokens": 256, "rounds": 2}.items():
-        parser.add_argument(f"--{name}", type=int, default=number)
-    parser.add_argument("--rows", type=numbers, default=[1])
-    options = parser.parse_args(argv)
+    shapes = ["8B"] if torch.cuda.is_available() else ["0.1B"]
+    parser = shapes_parser(__doc__, shapes, context=512, new_tokens=256, rounds=2)
+    parser.add_argument("--rows", type=common.numbers, default=[1])
+    options = common.parsed(parser, rows=[1, 2], new_tokens=16)
     torch.manual_seed(0)
     device, dtype = torch.device(options.device), getattr(torch, options.dtype)
-    report = Report(options.json, device=options.device, dtype=options.dtype)
+    report = Report(options, device=options.device, dtype=options.dtype)
     for shape in [Path(options.model).name] if options.model else options.shapes:
         model = load(shape, options.model, dtype, device)
         model.generation_config.eos_token_id = None

@@ -8,33 +8,27 @@ Only the logits of the text itself were recorded. Drafters that also recycle tho
 nodes (Token Recycling, SAM-Decoding, RACER, this project's) get them with --on-model, which runs
 the model on every draft and takes hours on a CPU. Without it they score lower than they would.
 
-    python benchmarks/drafters.py
-    python benchmarks/drafters.py --json drafters.json --plot drafters.svg
-    python benchmarks/drafters.py --plots docs/images
+    python benchmarks/drafters.py --json drafters.json --picture docs/images/drafters.svg
     python benchmarks/drafters.py --on-model --device cuda
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
-import sys
-from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import common
-import torch
-from call_replay import Text
+import svg
 from on_model import OnModel
 from ours import Ours
 from peers import LogitSpec, PromptLookup, Racer, SamDecoding, SuffixDecoding, TokenRecycling
 from record import folder_of, recorded
-from replay import RECORDED, Contender, Line, Outcome, Recorded, replay
+from replay import RECORDED, Contender, Line, Outcome, Recorded, Text, replay
 
 ALL = "all"
+COLOURS = ("#8b949e", "#d29922", "#3fb950", "#2f81f7")
+"""They stand out on white and on black; the last is ours."""
 
 
 def peers() -> list[Contender]:
@@ -75,96 +69,69 @@ def _line(family: str, contender: Contender, outcomes: list[Outcome]) -> Line:
     )
 
 
-def print_table(lines: list[Line]) -> None:
-    """Print tokens per step as a Markdown table: a row per drafter, a column per family."""
-    families = list(dict.fromkeys(line.family for line in lines))
-    print("| drafter | settings | nodes per step |", " | ".join(families), "|")
-    print("|---|---|" + "---|" * (1 + len(families)))
-    for drafter in dict.fromkeys(line.drafter for line in lines):
-        own = [line for line in lines if line.drafter == drafter]
-        values = " | ".join(f"{line.tokens_per_step:.2f}" for line in own)
-        settings, nodes = own[-1].settings, own[-1].nodes_per_step
-        print(f"| {drafter} | {settings} | {nodes:.1f} | {values} |")
+def print_leads(lines: list[Line]) -> None:
+    """Print our lead over the best other of each family and of all."""
+    leads: dict[str, list[str]] = {}
+    for line in filter(is_ours, lines):
+        others = [each for each in lines if each.family == line.family and not is_ours(each)]
+        best = max(others, key=lambda each: each.tokens_per_step)
+        lead = f"{line.family} {line.tokens_per_step / best.tokens_per_step - 1:+.1%}"
+        leads.setdefault(line.drafter, []).append(f"{lead} ({best.drafter})")
+    for name, said in leads.items():
+        print(f"{name}, beside the best other: {', '.join(said)}")
 
 
-def print_leads(lines: list[Line], ours: list[str]) -> None:
-    """Print our lead over the best peer of each family and of all."""
-    for name in ours:
-        leads = []
-        for line in (line for line in lines if line.drafter == name):
-            best = best_peer(lines, line.family, ours)
-            lead = line.tokens_per_step / best.tokens_per_step - 1
-            leads.append(f"{line.family} {lead:+.1%} ({best.drafter})")
-        print(f"{name}, beside the best other: {', '.join(leads)}")
+def is_ours(line: Line) -> bool:
+    return line.drafter.startswith("ours")
 
 
-def best_peer(lines: list[Line], family: str, ours: list[str]) -> Line:
-    """Return the line of the peer with the most tokens per step."""
-    others = [line for line in lines if line.family == family and line.drafter not in ours]
-    return max(others, key=lambda line: line.tokens_per_step)
+def by_family(lines: list[Line]) -> str:
+    """A picture of tokens per step by family: the first, the two best others, our largest."""
+    over_all = [line for line in lines if line.family == ALL]
+    first, *others = [line for line in over_all if not is_ours(line)]
+    best = sorted(others, key=lambda line: -line.tokens_per_step)[:2]
+    ours = [line for line in over_all if is_ours(line) and "kept" not in line.drafter]
+    names = {}
+    for line in (first, *reversed(best), max(ours, key=lambda line: line.nodes_per_step)):
+        label = "lookahead_hf" if is_ours(line) else line.drafter
+        names[line.drafter] = f"{label}: {line.nodes_per_step:.0f} nodes"
+    groups: dict[str, list[svg.Bar]] = {}
+    for line in lines:
+        if line.drafter in names:
+            label = f"{line.tokens_per_step:.2f}" if is_ours(line) else ""
+            bar = names[line.drafter], line.tokens_per_step, label
+            groups.setdefault(line.family, []).append(bar)
+    colours = dict(zip(names.values(), COLOURS, strict=True))
+    return svg.bars(groups, colours, "tokens per step by family")
 
 
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", help="a folder or hub name (default: the demo's model)")
-    parser.add_argument("--device", default="cpu")
+def main() -> None:
+    parser = common.parser(__doc__, prompts_per_family=8, skip=8, new_tokens=128)
     parser.add_argument("--prompts", type=Path, default=common.PROMPTS, help="file of JSON lines")
-    parser.add_argument("--prompts-per-family", type=int, default=8)
-    parser.add_argument("--skip", type=int, default=8, help="leave out the first of each family")
-    parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--nodes", type=_sizes, default=(16, 64), metavar="N,N", help="of ours")
+    parser.add_argument("--nodes", type=common.numbers, default=[16, 64], help="of ours")
     parser.add_argument("--on-model", action="store_true", help="verify drafts by the model")
-    parser.add_argument("--threads", type=int, help="torch's threads")
     parser.add_argument("--texts", type=Path, help="folder of the recorded texts")
-    parser.add_argument("--json", type=Path, help="write the lines to this file")
-    parser.add_argument("--plot", type=Path, help="write bars by family (needs matplotlib)")
-    parser.add_argument("--plots", type=Path, help="folder for the figures of docs")
-    return parser.parse_args(argv)
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(int(size) for size in text.split(","))
-
-
-def read_texts(arguments: argparse.Namespace, load: Callable[[], tuple[Any, Any]]) -> list[Text]:
-    """Return the recorded texts; record those that are missing."""
+    parser.add_argument("--picture", type=Path, help="draw bars by family as an SVG file")
+    options = common.parsed(parser, skip=0)
+    load = functools.cache(lambda: common.load(options.model, options.dtype, options.device))
     from lookahead_hf.utils import cache_root
 
-    folder = arguments.texts or folder_of(load()[0], cache_root() / "texts")
-    chosen = slice(arguments.skip, arguments.skip + arguments.prompts_per_family)
-    return recorded(load, chosen, arguments.new_tokens, folder, arguments.prompts)
-
-
-def main(argv: list[str] | None = None) -> None:
-    arguments = parse_arguments(argv)
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-    load = functools.cache(lambda: common.load(arguments.model, "float32", arguments.device))
-    texts = read_texts(arguments, load)
-    target = OnModel(load()[0]) if arguments.on_model else RECORDED
+    folder = options.texts or folder_of(load()[0], cache_root() / "texts")
+    chosen = slice(options.skip, options.skip + options.prompts_per_family)
+    texts = recorded(load, chosen, options.new_tokens, folder, options.prompts)
+    target = OnModel(load()[0]) if options.on_model else RECORDED
     ours = [
-        Ours(size, arguments.new_tokens, keep=keep)
+        Ours(size, options.new_tokens, keep=keep)
         for keep in (False, True)
-        for size in arguments.nodes
+        for size in options.nodes
     ]
-    lines = []
+    report = common.Report(options)
     for contender in [*peers(), *ours]:
-        print(f"replaying {contender.name}", file=sys.stderr)
-        lines += lines_of(contender, texts, target)
-    print_table(lines)
-    print_leads(lines, [contender.name for contender in ours])
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(line) for line in lines], indent=1) + "\n")
-    if arguments.plot or arguments.plots:
-        import drafter_plots
-
-        if arguments.plot:
-            drafter_plots.by_family(lines, arguments.plot)
-        if arguments.plots:
-            drafter_plots.for_docs(lines, texts, target, arguments.new_tokens, arguments.plots)
+        for line in lines_of(contender, texts, target):
+            report.add(line)
+    print_leads(report.lines)
+    if options.picture:
+        options.picture.write_text(by_family(report.lines))
 
 
 if __name__ == "__main__":

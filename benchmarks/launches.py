@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import common
 import torch
-from kernels import microseconds, numbers, rotated
-from lines import Report
+from common import Report
+from kernel_times import microseconds, rotated
 from step import SHAPES, Bench, counted, load, said, shapes_parser
 from torch.profiler import ProfilerActivity, profile
 
@@ -95,15 +96,14 @@ def sizes_of(shape: str) -> dict[str, tuple[int, int]]:
 
 
 @torch.no_grad()
-def main(argv: list[str] | None = None) -> None:
+def main() -> None:
     """Measure, print a table, write the file."""
-    parser = shapes_parser(__doc__, ["8B"] if torch.cuda.is_available() else ["0.1B"])
-    parser.add_argument("--nodes", type=numbers, default=[0, 15, 63])
-    parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=10)
+    shapes = ["8B"] if torch.cuda.is_available() else ["0.1B"]
+    parser = shapes_parser(__doc__, shapes, context=1024, rounds=10)
+    parser.add_argument("--nodes", type=common.numbers, default=[0, 15, 63])
     parser.add_argument("--products", action="store_true", help="time matrix products instead")
-    options = parser.parse_args(argv)
-    report = Report(options.json, device=options.device, dtype=options.dtype)
+    options = common.parsed(parser)
+    report = Report(options, device=options.device, dtype=options.dtype)
     for shape in options.shapes:
         if options.products:
             products(report, shape, options)

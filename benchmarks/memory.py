@@ -3,16 +3,19 @@
 Each process loads the model and answers the same prompts; memory is read from the system after
 garbage is collected and freed memory returned, so that other processes do not disturb it.
 
-    python benchmarks/memory.py --dtypes bfloat16 float32
+    python benchmarks/memory.py --dtypes bfloat16,float32
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import common
 
@@ -20,8 +23,7 @@ import lookahead_hf
 from lookahead_hf.model.state import return_memory
 
 NUM_PROMPTS = 4
-
-SYSTEMS = {
+SYSTEMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "speculative": {"speculative": True},
     "speculative, without compiled layers": {"speculative": {"compiled_layers": False}},
@@ -29,14 +31,16 @@ SYSTEMS = {
 """What each process adds to a call of `generate`."""
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Read the command line."""
-    parser = common.model_parser(__doc__)
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
-    parser.add_argument("--threads", type=int, help="of torch (default: torch's own choice)")
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--child", choices=SYSTEMS, help="internal")
-    return parser.parse_args()
+@dataclass(frozen=True)
+class Line:
+    """MB that a process holds before the model is loaded, with it, and so on."""
+
+    dtype: str
+    calls: str
+    process: float
+    with_the_model: float
+    after_the_calls: float
+    after_disable: float
 
 
 def resident() -> float:
@@ -47,19 +51,16 @@ def resident() -> float:
     return int(status.partition("VmRSS:")[2].split()[0]) / 1000
 
 
-def measure(arguments: argparse.Namespace) -> list[float]:
-    """MB before the model is loaded, with it, after the calls, and after `disable`."""
+def measure(options: argparse.Namespace) -> list[float]:
+    """The numbers of a line."""
     found = [resident()]
-    model, tokenizer = common.load(
-        arguments.model, arguments.dtype, arguments.device, arguments.threads
-    )
+    model, tokenizer = common.load(options.model, options.dtype, options.device)
     found.append(resident())
     lookahead_hf.enable(model)
-    prompts = [text for each in common.read_prompts(None).values() for text in each[:1]]
-    for prompt in prompts[:NUM_PROMPTS]:
-        inputs = common.encode(tokenizer, [prompt])
-        limits = {"max_new_tokens": arguments.new_tokens, "do_sample": False}
-        model.generate(**inputs, **limits, **SYSTEMS[arguments.child])
+    options.prompts_per_family = 1
+    shared = common.greedy(tokenizer, options) | SYSTEMS[options.child]
+    for batch in common.chosen_batches(tokenizer, options)[:NUM_PROMPTS]:
+        model.generate(**batch.inputs, **shared)
     found.append(resident())
     lookahead_hf.disable(model)
     return [*found, resident()]
@@ -67,19 +68,20 @@ def measure(arguments: argparse.Namespace) -> list[float]:
 
 def main() -> None:
     """Print a table of all processes."""
-    arguments = parse_arguments()
-    if arguments.child:
-        print(*measure(arguments))
+    parser = common.prompts_parser(__doc__, new_tokens=64)
+    parser.add_argument("--dtypes", type=common.words, default=["bfloat16", "float32"])
+    parser.add_argument("--child", choices=SYSTEMS, help="internal")
+    options = common.parsed(parser, dtypes=["float32"])
+    if options.child:
+        print(json.dumps(measure(options)))
         return
-    print("| dtype | calls | process | with the model | after the calls | after `disable` |")
-    print("|---|---|---|---|---|---|")
-    for dtype in arguments.dtypes:
+    report = common.Report(options)
+    for dtype in options.dtypes:
         for system in SYSTEMS:
-            own = ["--dtype", dtype, "--child", system, *sys.argv[1:]]
-            command = [sys.executable, __file__, *own]
+            own = ["--dtype", dtype, "--child", system]
+            command = [sys.executable, __file__, *sys.argv[1:], *own]
             printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-            sizes = " | ".join(f"{float(each):,.0f}" for each in printed.splitlines()[-1].split())
-            print(f"| {dtype} | {system} | {sizes} |", flush=True)
+            report.add(Line(dtype, system, *json.loads(printed.splitlines()[-1])))
 
 
 if __name__ == "__main__":

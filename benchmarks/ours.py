@@ -5,19 +5,39 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from call_replay import UNUSED, RecordedRecycling
+import torch
 from replay import Contender, Seen
 
 from lookahead_hf.call.prepared import Request
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.drafting.drafter import Drafter, Step
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.merge import head
 from lookahead_hf.drafting.rates import KeptRates
 from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
 from lookahead_hf.rows import Rows
+
+UNUSED = torch.empty(1, 0, 0)
+"""Replaces the logits: those that were recorded arrive in `RecordedRecycling.seen`."""
+
+
+class RecordedRecycling(RecyclingDrafter):
+    """Recycles recorded tokens instead of a tensor of logits.
+
+    What a model says after rejected draft tokens was not recorded, so drafts are a little worse
+    than in a call.
+    """
+
+    seen: Seen
+
+    def observe(self, step: Step) -> None:
+        best = self.seen.top_ids.copy(), self.seen.top_probs.copy()
+        self._memory.remember(self.seen.before, self.seen.last, *best)  # type: ignore[union-attr]
+        self.note_rejected(
+            np.zeros(1, np.int64), step.rows.last_tokens, *(part[-1:] for part in best)
+        )
 
 
 class Ours(Contender):
@@ -45,12 +65,6 @@ class Ours(Contender):
         self._num_nodes, self._new_tokens, self._drafters = num_nodes, new_tokens, drafters
         self._kept = RecordedRecycling(keep=True) if keep else None
         self._rates = KeptRates()
-        self.tested: np.ndarray | None = None  # [2, buckets]: accepted and tested, over all texts
-
-    @property
-    def num_nodes(self) -> int:
-        """The budget."""
-        return self._num_nodes
 
     def begin(self, tokens: np.ndarray, prompt: Seen) -> None:
         self._sources, self._recycling = self._build()
@@ -76,8 +90,6 @@ class Ours(Contender):
     def end(self) -> None:
         self._ensemble.end(self._rows)
         self._rates.merge(self._calibration, self._sources, False)
-        gained = self._calibration.gained
-        self.tested = gained if self.tested is None else self.tested + gained
 
     def _build(self) -> tuple[list[Drafter], RecordedRecycling | None]:
         sources = build(Request(SpeculativeConfig(self._drafters)))

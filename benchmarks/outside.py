@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import common
 import torch
-from kernels import wait
-from lines import Report
+from common import Report
+from kernel_times import wait
 from step import counted, load, said, shapes_parser
 
 import lookahead_hf
@@ -97,16 +98,14 @@ def measure(model: Any, options: argparse.Namespace) -> dict[str, Any]:
     return min(lines[1:], key=lambda line: line["outside"])
 
 
-def main(argv: list[str] | None = None) -> None:
+def main() -> None:
     """Measure, print a table, write the file."""
-    parser = shapes_parser(__doc__, ["0.1B", "1B"] if torch.cuda.is_available() else ["0.1B"])
-    numbers = {"nodes": 15, "context": 512, "new-tokens": 256, "rounds": 3}
-    for name, number in numbers.items():
-        parser.add_argument(f"--{name}", type=int, default=number)
-    options = parser.parse_args(argv)
+    shapes = ["0.1B", "1B"] if torch.cuda.is_available() else ["0.1B"]
+    numbers = {"nodes": 15, "context": 512, "new_tokens": 256, "rounds": 3}
+    options = common.parsed(shapes_parser(__doc__, shapes, **numbers), nodes=3, new_tokens=40)
     torch.manual_seed(0)
     device, dtype = torch.device(options.device), getattr(torch, options.dtype)
-    report = Report(options.json, device=options.device, dtype=options.dtype)
+    report = Report(options, device=options.device, dtype=options.dtype)
     for shape in [Path(options.model).name] if options.model else options.shapes:
         model = load(shape, options.model, dtype, device)
         report.add(Line(shape), partial(measure, model, options))

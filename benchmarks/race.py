@@ -9,14 +9,16 @@ drafted it. Each side shows its run of median time. The token ids of both sides 
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby, pairwise
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import common
 import svg
-from arrivals import Run, generate
+from transformers.generation.streamers import BaseStreamer
 
 import lookahead_hf
 from lookahead_hf.tools.cli.commands.env import machine
@@ -30,6 +32,38 @@ PAUSE, TICK = 4.0, 0.2  # seconds: how long the end is shown, how often a clock 
 INK, PAPER = "#e6edf3", "#161b22"
 COLOURS = ("#58a6ff", "#3fb950", "#e3b341", "#f778ba", "#bc8cff", "#ff7b72")
 """For the sources, the most frequent first; what the model itself adds is white."""
+
+
+class Run(NamedTuple):
+    """The tokens of a call."""
+
+    times: list[float]  # seconds until each arrived
+    ids: list[int]
+    origins: list[str]  # who foresaw each
+
+
+class Arrivals(BaseStreamer):  # type: ignore[misc]
+    """Notes when the prompt and every token arrive."""
+
+    def __init__(self) -> None:
+        self.start, self.times = time.perf_counter(), list[float]()
+
+    def put(self, value: Any) -> None:
+        self.times.append(time.perf_counter() - self.start)
+
+    def end(self) -> None:
+        pass
+
+
+def timed_run(model: Any, inputs: dict[str, Any], num_tokens: int, speculates: bool) -> Run:
+    """Write a text greedily, with a trace if it is speculated."""
+    config = lookahead_hf.SpeculativeConfig(trace=True, on_fallback="error")
+    arrivals = Arrivals()
+    limits = {"max_new_tokens": num_tokens, "do_sample": False, "streamer": arrivals}
+    output = model.generate(**inputs, **limits, speculative=config if speculates else False)
+    ids = output[0, inputs["input_ids"].shape[1] :].tolist()
+    stats = lookahead_hf.last_stats(model) if speculates else None
+    return Run(arrivals.times[1:], ids, stats.trace.origins(0) if stats else [MODEL] * len(ids))
 
 
 def placed(run: Run, texts: tuple[str, ...]) -> Iterator[tuple[float, int, str, int, str]]:
@@ -94,12 +128,10 @@ def draw(plain: Run, fast: Run, texts: tuple[str, ...], prompt: str, about: str)
 
 def main() -> None:
     """Run both systems and write the picture."""
-    parser = common.model_parser(__doc__)
+    parser = common.parser(__doc__, prompt=4, new_tokens=128)
     parser.add_argument("picture", type=Path)
-    parser.add_argument("--family", default="code_edit")
-    parser.add_argument("--prompt", type=int, default=4, help="its index in the family")
-    parser.add_argument("--new-tokens", type=common.positive, default=128)
-    options = parser.parse_args()
+    parser.add_argument("--family", default="code_edit", help="with --prompt, its prompt's number")
+    options = common.parsed(parser, family="qa", prompt=1)
     model, tokenizer = common.load(options.model, options.dtype, options.device)
     lookahead_hf.warm_up(lookahead_hf.enable(model), context_length=512, seconds=None)
     prompts = common.read_prompts([options.family])[options.family]
@@ -108,7 +140,7 @@ def main() -> None:
     for prompt in [other] + [chosen] * ROUNDS:  # the other prompt only warms up
         inputs = common.encode(tokenizer, [prompt])
         for speculates, done in runs.items():
-            done.append(generate(model, inputs, options.new_tokens, speculates))
+            done.append(timed_run(model, inputs, options.new_tokens, speculates))
     by_time = (sorted(done[1:], key=lambda run: run.times[-1]) for done in runs.values())
     plain, fast = (done[len(done) // 2] for done in by_time)
     if plain.ids != fast.ids:

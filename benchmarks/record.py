@@ -15,9 +15,10 @@ from typing import Any
 import common
 import numpy as np
 import torch
-from call_replay import Text
+from replay import Text
 
 from lookahead_hf.model.compat import GENERATE_CACHE
+from lookahead_hf.tools.cli.measuring import Batch, end_tokens
 
 TOP = 64
 """Likeliest next tokens recorded per position, as many as any drafter uses."""
@@ -68,9 +69,9 @@ def folder_of(model: Any, root: Path) -> Path:
     return root / f"{Path(model.config.name_or_path).name}-{dtype}-{digest}"
 
 
-def _in_turn(batches: Iterator[common.Batch]) -> list[common.Batch]:
+def _in_turn(batches: Iterator[Batch]) -> list[Batch]:
     """Return the first prompt of every family, then the second of every family and so on."""
-    by_family: dict[str, list[common.Batch]] = {}
+    by_family: dict[str, list[Batch]] = {}
     for batch in batches:
         by_family.setdefault(batch.family, []).append(batch)
     places = ((number, batch) for own in by_family.values() for number, batch in enumerate(own))
@@ -84,7 +85,7 @@ def _holds(path: Path, prompt: np.ndarray) -> bool:
         return np.array_equal(held["prompt"], prompt)
 
 
-def _read(path: Path, batch: common.Batch) -> Text:
+def _read(path: Path, batch: Batch) -> Text:
     with np.load(path) as held:
         return Text(batch.family, batch.indices[0], **{name: held[name] for name in held.files})
 
@@ -112,7 +113,7 @@ def generate(
         top_ids: Likeliest tokens after every token but the last, [prompt + output - 1, TOP] int32.
         top_probs: Their probabilities, float32.
     """
-    end_ids = common.end_tokens(model)
+    end_ids = end_tokens(model)
     states = model.get_decoder()(prompt, use_cache=True)
     cache, head = states[GENERATE_CACHE], model.get_output_embeddings()
     best = [best_tokens(head(part)) for part in states.last_hidden_state[0].split(CHUNK)]

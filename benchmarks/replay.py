@@ -1,4 +1,7 @@
-"""Replay recorded texts: a contender drafts, and the text decides what is accepted."""
+"""Replay recorded texts: a contender drafts, and the text decides what is accepted.
+
+No model runs, and no clock.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,61 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-from call_replay import Seen, Text, accepted_path, seen
 
-from lookahead_hf.draft import DraftTree
+from lookahead_hf.draft import ROOT, DraftTree
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt, the model's output, and the tokens that it expected at every position."""
+
+    family: str
+    index: int  # of the prompt within its family
+    prompt: np.ndarray  # [prompt] int64
+    output: np.ndarray  # [output] int64
+    top_ids: np.ndarray  # [prompt + output - 1, top] int32, likeliest first, after each token
+    top_probs: np.ndarray  # the same shape, float32
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Prompt and output, [prompt + output] int64."""
+        return np.concatenate([self.prompt, self.output])
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Verified tokens and what the target expected after each, the end of the text last.
+
+    `last[i]` follows `before[i]`; after it the target's likeliest tokens are `top_ids[i]`.
+    """
+
+    before: np.ndarray  # [tokens] int64, -1 where there is none
+    last: np.ndarray  # [tokens] int64
+    top_ids: np.ndarray  # [tokens, top] int32, likeliest first
+    top_probs: np.ndarray  # the same shape, float32
+
+
+def seen(text: Text, start: int, end: int) -> Seen:
+    """Return what the target expected after the tokens `start` to `end` of a text."""
+    tokens = text.tokens
+    before = np.concatenate([[-1], tokens])[start:end]
+    ids, probs = text.top_ids[start:end], text.top_probs[start:end]
+    return Seen(before, tokens[start:end], ids, probs)
+
+
+def accepted_path(draft: DraftTree, truth: np.ndarray) -> list[int]:
+    """Return the accepted nodes of a one-row tree, root to leaf.
+
+    `truth` is what the target emits next, [tokens], without the text's last token, which can only
+    be a bonus token.
+    """
+    path: list[int] = []
+    for token in truth.tolist():
+        child = draft.child_of(0, path[-1] if path else ROOT, token)
+        if child is None:
+            break
+        path.append(child)
+    return path
 
 
 @dataclass(frozen=True)

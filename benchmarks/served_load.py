@@ -5,7 +5,7 @@ round, so that one rests while the other is asked; the round of median speed cou
 
     lookahead-hf serve MODEL --port 8000 --dtype bfloat16
     transformers serve MODEL --port 8001 --dtype bfloat16 --continuous-batching
-    python benchmarks/served_load.py MODEL --ports 8000 8001 --clients 8
+    python benchmarks/served_load.py --model MODEL --ports 8000,8001 --clients 8
 """
 
 from __future__ import annotations
@@ -14,11 +14,22 @@ import argparse
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import common
+
+
+@dataclass(frozen=True)
+class Line:
+    """A server; the seconds are those until the first token of an answer."""
+
+    port: int
+    tokens_per_second: float
+    median_first: float
+    longest_first: float
 
 
 def ask(client: Any, model: str, new_tokens: int, prompt: str) -> tuple[int, float]:
@@ -34,43 +45,37 @@ def ask(client: Any, model: str, new_tokens: int, prompt: str) -> tuple[int, flo
     return tokens, first
 
 
-def measure(port: int, arguments: argparse.Namespace, prompts: list[str]) -> tuple[float, ...]:
+def measure(port: int, options: argparse.Namespace, prompts: list[str]) -> tuple[float, ...]:
     """Return a server's tokens per second, and the median and longest time to a first token."""
     from openai import OpenAI
 
     start, address = time.perf_counter(), f"http://localhost:{port}/v1"
     with (
         OpenAI(base_url=address, api_key="-", max_retries=0) as client,
-        ThreadPoolExecutor(arguments.clients) as clients,
+        ThreadPoolExecutor(options.clients) as clients,
     ):
-        one = partial(ask, client, arguments.model, arguments.new_tokens)
+        one = partial(ask, client, options.model, options.new_tokens)
         answers = list(clients.map(one, prompts))
     seconds = time.perf_counter() - start
     firsts = [first for _, first in answers]
     return sum(count for count, _ in answers) / seconds, statistics.median(firsts), max(firsts)
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", help="the name or folder that the servers were started with")
-    parser.add_argument("--ports", type=common.positive, nargs="+", default=[8000])
-    numbers = {"clients": 8, "requests": 24, "characters": 4000, "new-tokens": 64, "rounds": 3}
-    for name, default in numbers.items():
-        parser.add_argument(f"--{name}", type=common.positive, default=default)
-    arguments = parser.parse_args(argv)
+def main() -> None:
+    numbers = {"clients": 8, "requests": 24, "characters": 4000, "new_tokens": 64, "rounds": 3}
+    parser = common.parser(__doc__, **numbers)
+    parser.add_argument("--ports", type=common.numbers, default=[8000])
+    options = common.parsed(parser, clients=2, requests=3, characters=900)
     mixed = chain(*zip(*common.read_prompts(None).values(), strict=False))
-    prompts = [each for each in mixed if len(each) <= arguments.characters]
-    prompts = prompts[: arguments.requests]
-    found: dict[int, list[tuple[float, ...]]] = {port: [] for port in arguments.ports}
-    for _ in range(arguments.rounds):
+    prompts = [each for each in mixed if len(each) <= options.characters]
+    prompts = prompts[: options.requests]
+    found: dict[int, list[tuple[float, ...]]] = {port: [] for port in options.ports}
+    for _ in range(options.rounds):
         for port, rounds in found.items():
-            rounds.append(measure(port, arguments, prompts))
-    print("| port | tokens/s | first token, median s | longest s |\n|---|---|---|---|")
+            rounds.append(measure(port, options, prompts))
+    report = common.Report(options)
     for port, rounds in found.items():
-        speed, median, longest = sorted(rounds)[len(rounds) // 2]
-        print(f"| {port} | {speed:.1f} | {median:.2f} | {longest:.2f} |")
+        report.add(Line(port, *sorted(rounds)[len(rounds) // 2]))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ Every call is run by all ways of its case, one after the other; the first way is
 
 * pool: without and with a pool that starts empty and learns from each call. `rollouts` are eight
   samples of one prompt, `turns` the second and third questions of a chat, `traffic` one user's
-  questions one after the other. `corpus` is code, with a pool of Python's own library.
+  questions one after the other.
 * assistant: `--assistant` beside transformers' `assistant_model=` with its default settings and
   with chains of 4 tokens, and the default sources alone.
 
@@ -17,16 +17,11 @@ A prediction has a benchmark of its own, prediction.py. `mtp` needs a checkpoint
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import common
-from results import print_lines
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
@@ -48,17 +43,16 @@ class Setting:
     model: Any
     tokenizer: Any
     arguments: argparse.Namespace
-    shared: dict[str, Any] = field(default_factory=dict)
+    shared: dict[str, Any]
 
     def way(self, *drafters: str, **fields: Any) -> dict[str, Any]:
         """Return the arguments of `generate` that draft from the default sources and others."""
-        named = {"drafters": (*DEFAULT, *drafters), "budget": self.arguments.budget}
+        named = {"drafters": (*DEFAULT, *drafters), "budget": self.arguments.budget or "auto"}
         return {"speculative": SpeculativeConfig(**(named | fields))}
 
-    def prompts(self, families: list[str] | None) -> Iterator[Batch]:
-        skip, count = self.arguments.skip, self.arguments.prompts_per_family
-        prompts = common.read_prompts(families)
-        return common.batches(self.tokenizer, prompts, slice(skip, skip + count), 1)
+    def prompts(self, families: list[str] | None) -> list[Batch]:
+        chosen = vars(self.arguments) | {"families": families}
+        return common.chosen_batches(self.tokenizer, argparse.Namespace(**chosen))
 
     def run(self, batch: Batch, ways: Ways, seed: int = 0, **extra: Any) -> list[Run]:
         """Call `generate` each way."""
@@ -75,10 +69,6 @@ def pool(setting: Setting) -> Iterator[list[Run]]:
     """Compare calls without a pool with calls that learn from those before them."""
     for calls in (rollouts, turns, traffic):
         yield from calls(setting)
-    corpus = python_sources(setting.tokenizer)
-    ways = {PLAIN: {}, "default": setting.way(), "default + pool": setting.way(pool=corpus)}
-    for batch in setting.prompts(["code"]):
-        yield setting.run(Batch("corpus", batch.indices, batch.inputs), ways)
 
 
 def learning(setting: Setting) -> Ways:
@@ -117,14 +107,6 @@ def traffic(setting: Setting) -> Iterator[list[Run]]:
         yield setting.run(Batch("traffic", batch.indices, batch.inputs), ways)
 
 
-def python_sources(tokenizer: Any, num_tokens: int = 1_000_000) -> NgramPool:
-    """Return a pool of Python's own library."""
-    found = NgramPool(num_tokens)
-    for path in sorted(Path(json.__file__).parents[1].glob("*.py")):
-        found.add(tokenizer(path.read_text(encoding="utf-8", errors="replace")).input_ids)
-    return found
-
-
 def assistant(setting: Setting) -> Iterator[list[Run]]:
     """Compare an assistant with transformers' assisted generation."""
     arguments = setting.arguments
@@ -150,33 +132,20 @@ CASES: dict[str, Callable[[Setting], Iterator[list[Run]]]] = {
 }
 
 
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = common.model_parser(__doc__)
-    parser.add_argument("cases", nargs="+", choices=CASES)
+def main() -> None:
+    parser = common.prompts_parser(__doc__)
+    parser.add_argument("case", choices=CASES)
     parser.add_argument("--assistant", help="a folder or hub name (default: the demo's model)")
-    parser.add_argument(
-        "--budget", type=common.budget, default="auto", help="auto, or draft tokens"
-    )
-    parser.add_argument("--families", type=partial(str.split, sep=","), help="chat,code,...")
-    parser.add_argument("--prompts-per-family", type=common.positive, default=4)
-    parser.add_argument("--skip", type=int, default=0, help="leave out the first of each family")
-    parser.add_argument("--new-tokens", type=common.positive, default=128)
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> None:
-    arguments = parse_arguments(argv)
-    model, tokenizer = common.load(arguments.model, arguments.dtype, arguments.device)
+    parser.add_argument("--budget", type=int, help="draft tokens of a step (default: auto)")
+    options = common.parsed(parser)
+    model, tokenizer = common.load(options.model, options.dtype, options.device)
     lookahead_hf.enable(model)
     lookahead_hf.warm_up(model, context_length=300, seconds=None)
-    shared = {"max_new_tokens": arguments.new_tokens, "pad_token_id": tokenizer.pad_token_id}
-    setting = Setting(model, tokenizer, arguments, {"do_sample": False, **shared})
-    print(json.dumps(machine(model) | {"command": " ".join(sys.argv[1:])}))
-    for name in arguments.cases:
-        calls = list(CASES[name](setting))
-        print(f"\n{name}, {len(calls)} calls\n")
-        print_lines(summarize([run for runs in calls for run in runs]))
+    setting = Setting(model, tokenizer, options, common.greedy(tokenizer, options))
+    report = common.Report(options, **machine(model))
+    for line in summarize([run for runs in CASES[options.case](setting) for run in runs]):
+        report.add(line)
+    report.end()
 
 
 if __name__ == "__main__":

@@ -32,10 +32,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import common
 import numpy as np
 import torch
-from kernels import bandwidth, numbers
-from lines import Report
+from common import Report
+from kernel_times import bandwidth
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -290,57 +291,33 @@ def measure(report: Report, model: Any, place: Line, options: argparse.Namespace
         state_of(model).free()
 
 
-def shapes_parser(description: str | None, shapes: list[str]) -> argparse.ArgumentParser:
+def shapes_parser(
+    description: str | None, shapes: list[str], **numbers: int
+) -> argparse.ArgumentParser:
     """A command line that says which shapes run, or which model, where and in which dtype."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
-    parser.add_argument("--shapes", type=_known_shapes, default=shapes)
-    parser.add_argument("--model", help="a folder, in place of random weights")
-    parser.add_argument("--json", type=Path, help="also write the lines to this file, as they come")
+    parser = common.parser(description, **numbers)
+    parser.add_argument("--shapes", type=common.words, default=shapes)
+    parser.set_defaults(dtype="bfloat16")
     return parser
 
 
-def _known_shapes(text: str) -> list[str]:
-    shapes = text.split(",")
-    unknown = set(shapes) - set(SHAPES)
-    if unknown:
-        raise argparse.ArgumentTypeError(
-            f"no shape {', '.join(sorted(unknown))}: choose from {', '.join(SHAPES)}"
-        )
-    return shapes
-
-
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Read the command line."""
+@torch.no_grad()
+def main() -> None:
+    """Measure, print a table, write the files."""
     cuda = torch.cuda.is_available()
-    parser = shapes_parser(__doc__, ["0.1B", "1B", "8B"] if cuda else ["0.1B"])
-
+    parser = shapes_parser(__doc__, ["0.1B", "1B", "8B"] if cuda else ["0.1B"], rounds=10)
     parser.add_argument("--model-type", default="llama", help="as in transformers; sizes as shapes")
-    parser.add_argument("--nodes", type=numbers, default=[0, 7, 15, 31, 63])
-    parser.add_argument("--batch", type=numbers, default=[1, 8] if cuda else [1])
-    parser.add_argument("--context", type=numbers, default=[512, 4096] if cuda else [512])
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--threads", type=int, help="torch's threads")
-    options = parser.parse_args(argv)
+    parser.add_argument("--nodes", type=common.numbers, default=[0, 7, 15, 31, 63])
+    parser.add_argument("--batch", type=common.numbers, default=[1, 8] if cuda else [1])
+    parser.add_argument("--context", type=common.numbers, default=[512, 4096] if cuda else [512])
+    options = common.parsed(parser, context=[64])
     if max(options.nodes) + options.rounds + 3 > min(options.context):
         parser.error("--context is shorter than nodes and rounds: take a longer one")
-    return options
-
-
-@torch.no_grad()
-def main(argv: list[str] | None = None) -> None:
-    """Measure, print a table, write the files."""
-    options = parse_arguments(argv)
-    if options.threads:
-        torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     device, dtype = torch.device(options.device), getattr(torch, options.dtype)
     per_microsecond = bandwidth(device, options.rounds)
-    about = {"device": str(device), "dtype": options.dtype}
-    report = Report(options.json, **about, gigabytes_per_second=per_microsecond / 1e3)
+    about = {"device": options.device, "dtype": options.dtype}
+    report = Report(options, **about, gigabytes_per_second=per_microsecond / 1e3)
     for shape in [Path(options.model).name] if options.model else options.shapes:
         model = load(shape, options.model, dtype, device, options.model_type)
         floor = bytes_read(model) / per_microsecond / 1e3

@@ -2,8 +2,9 @@
 
 Twenty prompts of benchmarks/data/schemas.jsonl are answered greedily, one by one, with xgrammar's
 processor and with one of llguidance, each with strict and with the library's default whitespace.
-All three answers to a prompt are written one after another, so that they meet the same machine. It
-prints a table in Markdown; ratios are of tokens/s, since texts may differ in half precision.
+All three answers to a prompt are written one after another, so that they meet the same machine.
+Ratios are of tokens/s, since texts may differ in half precision. "Unknown" is speculation with the
+processor hidden behind a function.
 
     python benchmarks/structured.py --dtype bfloat16 --model FOLDER
     python benchmarks/structured.py --budget 16 --libraries xgrammar --cases 5
@@ -13,9 +14,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +25,26 @@ import torch
 
 import lookahead_hf
 from lookahead_hf.logits.grammars.llguidance import LLGuidance
+from lookahead_hf.tools.cli.commands.env import machine
+from lookahead_hf.tools.cli.measuring import PLAIN, Call, Run, summarize, timed_call
 
 SCHEMAS = Path(__file__).parent / "data" / "schemas.jsonl"
-PLAIN, UNKNOWN, OURS = KINDS = ("plain", "grammar unknown", "ours")
-COLUMNS = (
-    "grammar",
-    "whitespace",
-    *(f"tokens per step, {kind}" for kind in KINDS),
-    "ours : plain",
-    "ours : grammar unknown",
-    "slowest schema, ours : plain",
-    "texts of plain",
-)
+KINDS = (PLAIN, "grammar unknown", "ours")
+
+
+@dataclass(frozen=True)
+class Line:
+    """The prompts with one grammar: tokens per step, ratios of tokens/s, texts equal to plain's."""
+
+    grammar: str
+    whitespace: str
+    unknown: float
+    ours: float
+    ours_to_plain: float
+    ours_to_unknown: float
+    slowest_to_plain: float  # of a schema
+    texts_of_plain: str
+
 
 Make = Callable[[str], Any]
 """Makes a fresh processor from a schema."""
@@ -87,106 +96,59 @@ def makers(library: str, is_strict: bool, tokenizer: Any, model: Any) -> Make:
     )
 
 
-@dataclass
-class Total:
-    """What one way of writing took for all prompts."""
-
-    tokens: int = 0
-    steps: int = 0
-    seconds: float = 0.0
-    same: int = 0
-
-    def add(self, ids: list[int], steps: int, seconds: float, is_same: bool) -> None:
-        self.tokens, self.steps = self.tokens + len(ids) - 1, self.steps + steps
-        self.seconds, self.same = self.seconds + seconds, self.same + is_same
-
-    @property
-    def speed(self) -> float:
-        """Tokens per second."""
-        return self.tokens / self.seconds
-
-    @property
-    def per_step(self) -> float:
-        """Tokens per step."""
-        return self.tokens / self.steps
-
-
 def write(
-    model: Any, tokenizer: Any, make: Make, case: dict[str, Any], arguments: argparse.Namespace
-) -> dict[str, tuple[list[int], int, float]]:
-    """Answer one prompt in all ways: the tokens, the steps and the seconds of each."""
+    model: Any, tokenizer: Any, make: Make, case: dict[str, Any], options: argparse.Namespace
+) -> dict[str, Call]:
+    """Answer one prompt in all ways."""
     fields = ", ".join(case["schema"]["properties"])
     prompt = f"{case['prompt']}\nAnswer in JSON with the fields: {fields}"
     inputs = common.encode(tokenizer, [prompt])
-    config = lookahead_hf.SpeculativeConfig(budget=arguments.budget, on_fallback="error")
+    config = lookahead_hf.SpeculativeConfig(budget=options.budget, on_fallback="error")
     answers = {}
     for kind in KINDS:
         processor = make(json.dumps(case["schema"]))
-        if kind == UNKNOWN:
+        if kind == KINDS[1]:
             processor = lambda ids, scores, inner=processor: inner(ids, scores)  # noqa: E731
-        start = time.perf_counter()
-        ids = model.generate(
-            **inputs,
-            max_new_tokens=arguments.new_tokens,
-            do_sample=False,
-            pad_token_id=tokenizer.eos_token_id,
-            logits_processor=[processor],
-            speculative=False if kind == PLAIN else config,
-        )[0, inputs["input_ids"].shape[1] :].tolist()
-        seconds = time.perf_counter() - start
-        stats = None if kind == PLAIN else lookahead_hf.last_stats(model)
-        answers[kind] = ids, len(ids) - 1 if stats is None else stats.num_steps, seconds
+        given = inputs | common.greedy(tokenizer, options) | {"logits_processor": [processor]}
+        if kind != PLAIN:
+            given["speculative"] = config
+        answers[kind] = timed_call(model, given)
     return answers
 
 
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = common.model_parser(__doc__)
-    parser.add_argument("--libraries", nargs="+", default=["xgrammar", "llguidance"])
-    parser.add_argument("--cases", type=common.positive, default=20, help="the first N")
-    parser.add_argument("--new-tokens", type=common.positive, default=112)
-    parser.add_argument("--budget", type=common.budget)
-    parser.set_defaults(budget=16)
-    return parser.parse_args(argv)
+def measure(
+    model: Any, tokenizer: Any, make: Make, cases: list[dict[str, Any]], options: argparse.Namespace
+) -> dict[str, Any]:
+    """Answer all prompts in all ways, and return the fields of a line."""
+    write(model, tokenizer, make, cases[0], options)  # reads the vocabulary, untimed
+    answers = [write(model, tokenizer, make, case, options) for case in cases]
+    runs = [Run("", kind, [call]) for each in answers for kind, call in each.items()]
+    lines = {line.system: line for line in summarize(runs) if line.family == "all"}
+    _, unknown, ours = (lines[kind] for kind in KINDS)
+    return {
+        "unknown": unknown.tokens_per_step,
+        "ours": ours.tokens_per_step,
+        "ours_to_plain": ours.ratio,
+        "ours_to_unknown": ours.ratio / unknown.ratio,
+        "slowest_to_plain": ours.lowest,
+        "texts_of_plain": f"{ours.identical * ours.texts:.0f} of {ours.texts}",
+    }
 
 
-def main(argv: list[str] | None = None) -> None:
-    arguments = parse_arguments(argv)
-    model, tokenizer = common.load(arguments.model, arguments.dtype, arguments.device)
+def main() -> None:
+    parser = common.parser(__doc__, cases=20, new_tokens=112, budget=16)
+    parser.add_argument("--libraries", type=common.words, default=["xgrammar", "llguidance"])
+    options = common.parsed(parser, cases=2, new_tokens=12)
+    model, tokenizer = common.load(options.model, options.dtype, options.device)
     lookahead_hf.enable(model)
     lookahead_hf.warm_up(model, seconds=None, max_draft_nodes=16)
-    lines = SCHEMAS.read_text(encoding="utf-8").splitlines()
-    cases = [json.loads(line) for line in lines][: arguments.cases]
-    print("|", " | ".join(COLUMNS), "|\n" + "|---" * len(COLUMNS) + "|")
-    for library in arguments.libraries:
-        for is_strict in (True, False):
-            make = makers(library, is_strict, tokenizer, model)
-            cells = compared(model, tokenizer, make, cases, arguments)
-            whitespace = "strict" if is_strict else "default"
-            print("|", " | ".join([library, whitespace, *cells]), "|", flush=True)
-
-
-def compared(
-    model: Any,
-    tokenizer: Any,
-    make: Make,
-    cases: list[dict[str, Any]],
-    arguments: argparse.Namespace,
-) -> list[str]:
-    """Answer all prompts in all ways, and return the cells of the table."""
-    totals = {kind: Total() for kind in KINDS}
-    slowest = float("inf")
-    write(model, tokenizer, make, cases[0], arguments)  # reads the vocabulary, untimed
-    for case in cases:
-        answers = write(model, tokenizer, make, case, arguments)
-        speeds = {kind: (len(ids) - 1) / seconds for kind, (ids, _, seconds) in answers.items()}
-        slowest = min(slowest, speeds[OURS] / speeds[PLAIN])
-        for kind, (ids, steps, taken) in answers.items():
-            totals[kind].add(ids, steps, taken, ids == answers[PLAIN][0])
-    plain, unknown, ours = totals.values()
-    ratios = ours.speed / plain.speed, ours.speed / unknown.speed, slowest
-    numbers = [*(total.per_step for total in totals.values()), *ratios]
-    return [*(f"{number:.2f}" for number in numbers), f"{ours.same} of {len(cases)}"]
+    rows = SCHEMAS.read_text(encoding="utf-8").splitlines()
+    cases = [json.loads(row) for row in rows][: options.cases]
+    report = common.Report(options, **machine(model))
+    for library, is_strict in product(options.libraries, (True, False)):
+        make = makers(library, is_strict, tokenizer, model)
+        found = measure(model, tokenizer, make, cases, options)
+        report.add(Line(library, "strict" if is_strict else "default", **found))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from xml.sax.saxutils import escape
 
+INK = "#24292f"
+"""Of text on a page of any colour."""
+
 CHARACTER, BIG = 6.9, 8.4
 """Width in pixels of a character of ordinary and of large text."""
 
@@ -40,12 +43,6 @@ def box(x: float, y: float, width: float, height: float, style: str) -> str:
     """A rectangle with round corners in a colour of the document."""
     size = f'width="{width:.1f}" height="{height:.1f}"'
     return f'<rect x="{x:.1f}" y="{y:.1f}" {size} rx="2" class="{style}"/>'
-
-
-def line(points: list[tuple[float, float]], style: str) -> str:
-    """A line through points in a colour of the document."""
-    through = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    return f'<polyline points="{through}" class="{style}"/>'
 
 
 def between(start: float, end: float, total: float, content: str) -> str:
@@ -87,9 +84,7 @@ def document(
     """
     dim = DIM_ON_WHITE if paper == "none" else DIM_ON_BLACK
     style = _STYLE % (_FONTS, ink, dim) + "".join(
-        f"text.{name},rect.{name}{{fill:{colour}}}"
-        f"polyline.{name}{{fill:none;stroke:{colour};stroke-width:2}}"
-        for name, colour in colours.items()
+        f"text.{name},rect.{name}{{fill:{colour}}}" for name, colour in colours.items()
     )
     style += _ON_BLACK if paper == "none" else ""
     if loop:
@@ -101,3 +96,38 @@ def document(
         f'role="img"><title>{escape(title)}</title><style>{style}</style>'
         f'<rect {size} rx="8" fill="{paper}"/>{content}</svg>\n'
     )
+
+
+NAMES, BARS, BAR = 130, 560, 10
+"""Pixels: the names of groups, the longest bar, the height of a bar."""
+
+Bar = tuple[str, float, str]
+"""A bar's series, its value, and what is written behind it."""
+
+
+def bars(groups: dict[str, list[Bar]], colours: dict[str, str], title: str) -> str:
+    """A picture of groups of bars.
+
+    Args:
+        groups: The bars by the name of their group.
+        colours: Colour of each series, in the order of the legend.
+        title: What a screen reader says.
+    """
+    all_bars = [bar for group in groups.values() for bar in group]
+    scale = BARS / max(value for _, value, _ in all_bars)
+    styles = {name: f"s{at}" for at, name in enumerate(colours)}
+    parts, x, y = [], float(NAMES), 34.0
+    for name, style in styles.items():
+        parts += [box(x, 8, 10, 10, style), text(x + 16, 17, name)]
+        x += CHARACTER * len(name) + 44
+    for name, group in groups.items():
+        parts.append(text(8, y + len(group) * BAR / 2 + 4, name))
+        for kind, value, label in group:
+            parts.append(box(NAMES, y, scale * value, BAR - 1.5, styles[kind]))
+            if label:
+                parts.append(text(NAMES + scale * value + 8, y + BAR - 1, label))
+            y += BAR
+        y += 9
+    width = NAMES + BARS + CHARACTER * (2 + max(len(label) for _, _, label in all_bars))
+    styled = {styles[name]: colour for name, colour in colours.items()}
+    return document(max(width, x), y, title, "".join(parts), styled, INK)

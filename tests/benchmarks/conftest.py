@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -17,12 +15,6 @@ def on_path() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
         yield
-
-
-@pytest.fixture
-def benchmark(request: pytest.FixtureRequest) -> ModuleType:
-    """The program that a file of tests names."""
-    return importlib.import_module(request.module.PROGRAM)
 
 
 @pytest.fixture(scope="session")

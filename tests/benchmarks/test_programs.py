@@ -1,17 +1,22 @@
-"""Programs that measure steps and kernels run without a GPU and write their measurements."""
+"""Every program of benchmarks/ runs without a GPU and writes what it measured."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import os
+import random
 import re
 import subprocess
 import sys
 import tarfile
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
+from xml.etree import ElementTree
 
 import numba
 import numpy
@@ -20,37 +25,110 @@ import torch
 import transformers
 import triton
 
-from lookahead_hf import kernels
+from lookahead_hf import SpeculativeConfig, kernels
 from lookahead_hf.engines.cuda.capture import Recording
 from lookahead_hf.engines.cuda.graphs import GraphSet
-from tests.helpers.benchmark_runs import ROOT, lines_of, printed, run_program
+from lookahead_hf.tools.cli import measuring
 from tests.helpers.device import taped
+from tests.helpers.served import save_ascii_chat, serving
 
+ROOT = Path(__file__).parents[2]
 RUNS = ("one", "two", "three")
+OPTIONS = {
+    "end_to_end": ["--batch 2 --sample 0.7,0.95", "--everywhere --picture {tmp}/picture.svg"],
+    "drafters": ["--texts {tmp}/texts --nodes 4,8 --picture {tmp}/picture.svg --on-model"],
+    "race": ["{tmp}/picture.svg"],
+    "sources": ["pool", "assistant --assistant {folder}"],
+    "launches": ["", "--products"],
+    "sweep": ["--nodes 0"],
+}
+SLOW = ("first_minutes", "memory")
+"""They start processes."""
+PROGRAMS = sorted(
+    path.stem
+    for path in (ROOT / "benchmarks").glob("*.py")
+    if '__name__ == "__main__"' in path.read_text("utf-8") and path.stem != "served_load"
+)
 
 
-def test_kernels(tmp_path: Path) -> None:
-    sizes = "--vocab 1009 --layers 2 --heads 2 --kv-heads 1 --head-dim 16 --context 64"
-    options = f"--device cpu --rounds 1 {sizes} --rotate 1"
-    lines = run_program("kernels", tmp_path, options)
-    names = "verify_tree verify_tree reject_tree topk_rows topk_rows compact_path tree_attention"
-    assert " ".join(line["name"].split()[0] for line in lines) == names
-    assert lines[-1]["bits"] is True  # in Triton's interpreter
-    assert all(line["twin"] > 0 and line["plain"] > 0 and line["floor"] > 0 for line in lines)
-    assert all(line["call"] is None for line in lines)
+def run_program(name: str, tmp: Path, options: str) -> list[dict[str, Any]]:
+    """Run a program with `--dry` in this process; return the lines of its report."""
+    report = tmp / "report.json"
+    words = [name, "--dry", "--json", str(report), *options.split()]
+    with mock.patch.object(sys, "argv", words), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a program shows them and goes on
+        importlib.import_module(name).main()
+    return json.loads(report.read_text())["lines"] if report.exists() else []
 
 
-def test_kernels_by_their_settings(tmp_path: Path) -> None:
-    sizes = "--vocab 101 --heads 2 --kv-heads 1 --head-dim 16 --context 64 --top-k 4 --nodes 0"
-    options = f"--device cpu --dtype float32 --rounds 1 {sizes}"
-    lines = run_program("sweep", tmp_path, options)
-    assert [line["name"].partition(" as it is")[1] for line in lines].count(" as it is") == 2
-    assert len(lines) == 15 + 10 and all(line["call"] > 0 for line in lines)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param(name, each, marks=pytest.mark.slow if name in SLOW else ())
+        for name in PROGRAMS
+        for each in OPTIONS.get(name, [""])
+    ],
+)
+def test_every_program_runs(
+    name: str, options: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The tiny model writes neither lines nor names, so the old file is its text.
+    same = {"same": lambda text, rng: text}
+    monkeypatch.setattr(importlib.import_module("prediction"), "KINDS", same)
+    options = f"--model {folder} {options.format(folder=folder, tmp=tmp_path)}"
+    lines = run_program(name, tmp_path, options)
+    if "picture.svg" in options:
+        assert ElementTree.parse(tmp_path / "picture.svg").getroot()[3:]
+    assert lines or name == "race"
+    for line in lines:
+        assert not any(value <= 0 for value in line.values() if isinstance(value, float)), line
+        assert line.get("identical", 1.0) == line.get("equal", 16) / 16 == 1.0
+        assert line.get("bits") is not False
+
+
+def test_the_load_of_a_server(tmp_path: Path) -> None:
+    for name in ("fastapi", "uvicorn", "openai", "prometheus_client"):
+        pytest.importorskip(name)
+    folder = save_ascii_chat(tmp_path)
+    with serving(folder, SpeculativeConfig()) as served:
+        options = f"--model {folder} --ports {served.port} --new-tokens 8"
+        (line,) = run_program("served_load", tmp_path, options)
+    assert line["tokens_per_second"] > 0 and 0 < line["median_first"] <= line["longest_first"]
+
+
+def test_a_text_that_parts_elsewhere_than_at_a_near_tie_fails_the_benchmark(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token of every speculative text is replaced by another."""
+    whole = measuring.timed_call
+
+    def changed(model: object, arguments: dict[str, Any], seed: int) -> measuring.Call:
+        call = whole(model, arguments, seed)
+        if not arguments.get("speculative"):
+            return call
+        rows = tuple((*row[:5], (row[5] + 1) % 100, *row[6:]) for row in call.rows)
+        return replace(call, rows=rows)
+
+    monkeypatch.setattr(measuring, "timed_call", changed)
+    with pytest.raises(SystemExit, match="BUG"):
+        run_program("end_to_end", tmp_path, f"--model {folder} --no-cache-only")
+
+
+def test_a_familys_speed_is_all_its_tokens_by_all_its_seconds() -> None:
+    def run(system: str, seconds: list[float], num_tokens: int) -> measuring.Run:
+        calls = [measuring.Call(s, (tuple(range(num_tokens)),), num_tokens) for s in seconds]
+        return measuring.Run("qa", system, calls)
+
+    runs = [run("plain", [9.0, 1.0, 1.0], 10), run("plain", [3.0, 3.0, 3.0], 30)]
+    runs += [run("other", [0.5, 0.5, 0.5], 10), run("other", [0.5, 0.5, 0.5], 30)]
+    plain, other = (line for line in measuring.summarize(runs) if line.family == "qa")
+    assert (plain.tokens, plain.tokens_per_second) == (40, 10.0)
+    assert (other.tokens_per_second, other.ratio, other.identical) == (40.0, 4.0, 1.0)
 
 
 def test_a_line_that_fails_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    calls, lines = map(importlib.import_module, ("calls", "lines"))
-    report = lines.Report(tmp_path / "report.json")
+    calls, common = map(importlib.import_module, ("calls", "common"))
+    report = common.Report(SimpleNamespace(json=tmp_path / "report.json"))
     report.add(calls.Line("tiny", 1, "plain"), lambda: [][0])
     report.add(calls.Line("tiny", 1, "ours"), lambda: {"first": 0.25})
     report.end(may_fail=True)
@@ -61,11 +139,19 @@ def test_a_line_that_fails_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "| tiny | 1 | plain |  |" in capsys.readouterr().out
 
 
-def test_outside(tmp_path: Path) -> None:
-    (line,) = lines_of("outside", tmp_path, "--nodes 3 --context 32 --new-tokens 40")
-    assert line["steps"] > 0 and line["tokens_per_step"] >= 1.0
-    assert line["forward"] > 0
-    assert line["step"] == pytest.approx(line["forward"] + line["outside"])
+def test_edits_are_what_they_say() -> None:
+    made = importlib.import_module("prediction").KINDS
+    text = "".join(f"def total{at}(numbers):\n    return sum(numbers)\n" for at in range(4))
+    new = text.splitlines()
+    for seed in range(8):
+        old = {kind: make(text, random.Random(seed)) for kind, make in made.items()}
+        assert old["rename"].replace("my_", "") == text != old["rename"]
+        inserted = old["insert"].splitlines()
+        assert 2 <= len(new) - len(inserted) <= 4 and set(inserted) <= set(new)
+        deleted = old["delete"].splitlines()
+        assert len(deleted) == len(new) + 2 and set(new) <= set(deleted)
+        changed = old["change"].splitlines()
+        assert sum(a != b for a, b in zip(new, changed, strict=True)) == 3
 
 
 def test_only_the_replay_counts_as_time_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,46 +175,6 @@ def test_steps_without_nodes_know_what_layers_read(monkeypatch: pytest.MonkeyPat
     with torch.no_grad(), taped(monkeypatch), bench.stepping(0, True, on_device=True) as run:
         run.step()
     assert tried
-
-
-def test_structured(folder: str) -> None:
-    options = f"--model {folder} --device cpu --dtype bfloat16 --cases 2 --new-tokens 12"
-    said = printed("structured", options).strip().splitlines()
-    head, rule, *lines = [line.split("|")[1:-1] for line in said]
-    assert len(lines) == 4 and all(len(line) == len(head) == len(rule) for line in lines)
-    assert all(float(line[2]) == 1.0 and float(line[4]) > 1.0 for line in lines)
-
-
-def test_calls(tmp_path: Path) -> None:
-    options = "--shapes tiny --device cpu --dtype float32 --rounds 1 --context 32"
-    lines = run_program("calls", tmp_path, f"{options} --rows 1,2 --new-tokens 16")
-    names = ["plain", "ours", "plain sampled", "ours sampled"]
-    single = [*names[:2], "prompt lookup", *names[2:], "static"]
-    assert [line["system"] for line in lines] == [*names, "ours queue", *single]
-    assert all(line["tokens_per_second"] > 0 and line["first"] > 0 for line in lines)
-    assert {line["equal"] for line in lines} == {16}  # texts are plain's, in float32
-    assert all(line["tokens_per_step"] > 1 for line in lines if line["system"] == "ours")
-
-
-def test_step(tmp_path: Path) -> None:
-    lines = lines_of("step", tmp_path, "--nodes 0,4 --batch 1,2 --context 32")
-    systems = ("eager", "ours", "ours compiled")
-    places = [(rows, nodes, s) for rows in (1, 2) for nodes in (0, 4) for s in systems]
-    assert [(line["rows"], line["nodes"], line["system"]) for line in lines] == places
-    assert all(line["milliseconds"] > 0 and line["floor"] > 0 for line in lines)
-    of_ours = ["compiled", "eager", "model"]
-    assert sorted({line["ran"].partition(",")[0] for line in lines}) == of_ours
-
-
-def test_launches(tmp_path: Path) -> None:
-    options = "--shapes tiny --device cpu --dtype float32 --rounds 1"
-    lines = run_program("launches", tmp_path, f"{options} --nodes 0,3 --context 32")
-    assert {line["tokens"] for line in lines if line["name"] == "all"} == {1, 4}
-    products = {line["tokens"]: line["launches"] for line in lines if line["name"] == "aten::mm"}
-    assert products == {1: 15, 4: 15}  # of two layers and a head
-    lines = run_program("launches", tmp_path, f"{options} --products")
-    assert len(lines) == 7 * 8
-    assert all(line["gigabytes_per_second"] > 0 for line in lines)
 
 
 def run_on_gpu(name: str, results: Path, **environment: str) -> subprocess.CompletedProcess[str]:

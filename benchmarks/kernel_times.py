@@ -9,9 +9,9 @@ The twin of attention is attention under a mask, which a model falls back to; `b
 first token of a block has the bits that it has in a block of one. Times are the fastest of
 `--rounds`.
 
-    python benchmarks/kernels.py --json kernels.json
-    python benchmarks/kernels.py --device cpu --dtype float32 --vocab 49152 --only verify_greedy
-    python benchmarks/kernels.py --nodes 15,63 --context 512,32768 --rows 1,8 --only attention
+    python benchmarks/kernel_times.py --json kernels.json
+    python benchmarks/kernel_times.py --device cpu --vocab 49152 --only verify_greedy
+    python benchmarks/kernel_times.py --nodes 15,63 --context 512,32768 --rows 1,8 --only attention
 """
 
 from __future__ import annotations
@@ -23,15 +23,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
+import common
 import torch
-from lines import Report
-
-if TYPE_CHECKING:
-    from kernel_cases import Bench, Case
+from common import Report
+from kernel_cases import Bench, Case
 
 
 @dataclass(frozen=True)
@@ -144,47 +142,28 @@ def measure(bench: Bench, kind: str, per_microsecond: float) -> dict[str, Any]:
 
 def arguments() -> argparse.Namespace:
     """The command line; the GPU's defaults are a model of 8B at 32k tokens with 63 drafted."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    cuda = torch.cuda.is_available()
-    parser.add_argument("--device", default="cuda" if cuda else "cpu")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
-    for name, default in {"rows": 1, "nodes": 63, "context": 32768 if cuda else 2048}.items():
-        parser.add_argument(f"--{name}", type=numbers, default=[default])
-    sizes = {"vocab": 151936, "layers": 32, "heads": 32, "kv-heads": 8, "head-dim": 128}
-    for name, default in (sizes | {"top-k": 48, "rounds": 20}).items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+    sizes = {"vocab": 151936, "layers": 32, "heads": 32, "kv_heads": 8, "head_dim": 128}
+    parser = common.parser(__doc__, **sizes, top_k=48, rounds=20)
+    parser.set_defaults(dtype="bfloat16")
+    contexts = [32768 if torch.cuda.is_available() else 2048]
+    for name, default in {"rows": [1], "nodes": [63], "context": contexts}.items():
+        parser.add_argument(f"--{name}", type=common.numbers, default=default)
     parser.add_argument("--rotate", type=int, help="MB of inputs (default: on a GPU 3 x its L2)")
-    parser.add_argument("--threads", type=int, help="threads of torch on a CPU")
-    parser.add_argument("--only", type=lambda text: text.split(","), help="functions of `Bench`")
-    parser.add_argument("--json", type=Path, help="also write the lines to this file, as they come")
-    options = parser.parse_args()
-    if not {*options.nodes} <= {*range(64)}:
-        parser.error(f"--nodes is {options.nodes}: tree_attention takes up to 63 drafted nodes")
-    return options
-
-
-def numbers(text: str) -> list[int]:
-    """Numbers between commas."""
-    return [int(part) for part in text.split(",")]
+    parser.add_argument("--only", type=common.words, help="functions of `Bench`")
+    tiny = {"vocab": 101, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "top_k": 4}
+    return common.parsed(parser, **tiny, context=[64])
 
 
 def each_place(
     measure: Callable[[Report, Bench, Line, float], None], may_fail: bool = False
 ) -> None:
     """Measure with the options of the command line, print a table, write the file."""
-    # Not above: transformers, which it imports, tries to import a package of this file's name.
-    from kernel_cases import Bench
-
     options = arguments()
-    if options.threads:
-        torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     device = torch.device(options.device)
     per_microsecond = bandwidth(device, options.rounds)
     about = {name: str(value) for name, value in vars(options).items()}
-    report = Report(options.json, **about, gigabytes_per_second=per_microsecond / 1e3)
+    report = Report(options, **about, gigabytes_per_second=per_microsecond / 1e3)
     for rows, nodes, context in product(options.rows, options.nodes, options.context):
         place = {"rows": rows, "nodes": nodes, "context": context}
         of_place = argparse.Namespace(**(vars(options) | place))
@@ -200,5 +179,9 @@ def every_kind(report: Report, bench: Bench, line: Line, per_microsecond: float)
         report.add(replace(line, name=kind), work)
 
 
-if __name__ == "__main__":
+def main() -> None:
     each_place(every_kind)
+
+
+if __name__ == "__main__":
+    main()
