@@ -273,8 +273,6 @@ class Adding:
 
     def _add(self, input_ids: Any, given: dict[str, Any]) -> None:
         request, config = self._request, self._config
-        if request.is_cancelled:
-            return
         try:
             limits = self._running.limits
             own: dict[str, Any] = add_to_call(
@@ -288,7 +286,7 @@ class Adding:
             given |= {"max_new_tokens": config.max_new_tokens, "seed": request.seed}
             if self._queue.add_request(input_ids, **given, **settings, **own) is None:
                 request.end(STOPPING, 503)
-            if request.is_cancelled:  # while it was added, maybe
+            if request.is_cancelled:
                 self.cancel_request(given["request_id"])
         except Exception as error:  # of its own settings: nothing else was done
             _logger.warning("a request was refused", exc_info=error)
