@@ -109,10 +109,3 @@ def test_with_an_assistant_plain_generate_drafts_with_it(monkeypatch: pytest.Mon
     with counted(assistant) as runs, pytest.warns(Warned, match="found late"):
         assert torch.equal(model.generate(**call, speculative=True), expected)
     assert runs[0] > 0
-
-
-@pytest.mark.parametrize("task", ["text-classification", "sentiment-analysis", "fill-mask"])
-def test_a_pipeline_of_another_task_loads_nothing(task: str) -> None:
-    """Not even a configuration: transformers would say that there is no such model."""
-    with pytest.raises(ValueError, match=f"a {task} pipeline does not generate text"):
-        lookahead_hf.pipeline(task, "owner/name")
