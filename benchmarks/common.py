@@ -140,7 +140,7 @@ def greedy(tokenizer: Any, options: argparse.Namespace) -> dict[str, Any]:
 
 def load(folder: str | None, dtype: str, device: str) -> tuple[Any, Any]:
     """A model and its tokenizer; without a name the demo's, from the cache."""
-    from lookahead_hf.tools.cli.real_model import ensure_demo_model
+    from lookahead_hf.tools.cli.models import ensure_demo_model
 
     name = folder or str(ensure_demo_model())
     tokenizer = transformers.AutoTokenizer.from_pretrained(name)

@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, help="draw bars by family as an SVG file")
     options = common.parsed(parser, skip=0)
     load = functools.cache(lambda: common.load(options.model, options.dtype, options.device))
-    from lookahead_hf.tools.cli.real_model import cache_root
+    from lookahead_hf.utils import cache_root
 
     folder = options.texts or folder_of(load()[0], cache_root() / "texts")
     chosen = slice(options.skip, options.skip + options.prompts_per_family)

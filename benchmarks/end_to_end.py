@@ -35,13 +35,15 @@ from lookahead_hf.tools.cli.measuring import (
     OURS,
     PLAIN,
     Batch,
+    Divergence,
     Line,
     Run,
+    describe,
+    find_divergences,
     measure,
     summarize,
     systems,
 )
-from lookahead_hf.tools.cli.near_ties import Divergence, describe, find_divergences
 from lookahead_hf.tools.cli.screen import CommandError
 
 CACHE_ONLY = "budget 0"

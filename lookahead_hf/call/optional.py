@@ -7,14 +7,14 @@ from importlib import import_module
 from types import ModuleType
 
 MODULES = {
-    "cpu": "lookahead_hf.engines.cpu.layers.steps",
+    "cpu": "lookahead_hf.engines.cpu.layers",
     "cpu kernels": "lookahead_hf.engines.cpu.kernels.program",
     "cuda": "lookahead_hf.engines.cuda.runner",
-    "recurrent states": "lookahead_hf.engines.hybrid.recurrent",
+    "recurrent states": "lookahead_hf.engines.hybrid",
     "grammar": "lookahead_hf.sources.grammar.drafter",
-    "processes": "lookahead_hf.distributed.coordinator",
+    "processes": "lookahead_hf.distributed",
     "continuous batching": "lookahead_hf.queue.methods",
-    "pages of a trace": "lookahead_hf.tools.trace.page",
+    "pages of a trace": "lookahead_hf.tools.trace",
 }
 """Modules by name. An engine that runs steps has the name of its device; see `runner.host`."""
 

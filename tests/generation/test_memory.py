@@ -12,7 +12,7 @@ import lookahead_hf
 from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.cache.slots import SlotGroup, Stores
 from lookahead_hf.drafting.session import DraftSession
-from lookahead_hf.engines.cuda import decision
+from lookahead_hf.engines.cuda import runner
 from lookahead_hf.fallback import FallbackReason
 from tests.helpers.caches import CACHE
 from tests.helpers.calls import GREEDY, padded
@@ -97,7 +97,7 @@ def test_behind_the_walk_on_a_device(
     do_sample: bool, replayed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lengths that the device has advanced go back, and no such step tells what steps cost."""
-    own, failed, calls, timed = decision.has_nan, [], itertools.count(1), []
+    own, failed, calls, timed = runner.has_nan, [], itertools.count(1), []
     observe = DraftSession.observe
 
     def has_nan(logits: torch.Tensor) -> torch.Tensor:
@@ -110,7 +110,7 @@ def test_behind_the_walk_on_a_device(
         timed.append(args[-1] is not None)
         observe(drafts, *args)
 
-    monkeypatch.setattr(decision, "has_nan", has_nan)
+    monkeypatch.setattr(runner, "has_nan", has_nan)
     monkeypatch.setattr(DraftSession, "observe", observed)
     with taped(monkeypatch) if replayed else on_device(monkeypatch):
         compare(tiny("llama"), padded("left"), {"cuda_graphs": replayed}, do_sample=do_sample)

@@ -63,7 +63,8 @@ def interrupted(modules: tuple[Any, ...], call: Callable[[], object]) -> Iterato
 def state(model: Any) -> list[Any]:
     """All that the changes touch."""
     own = [sorted(vars(module)) for module in model.modules()]
-    names = [compat.attention_name(config) for config in compat.configs_of(model.modules())]
+    configs = compat.configs_of(model.modules())
+    names = [str(compat.attention_name(each)) for each in configs]  # ours equals the model's own
     return [names, own, torch.backends.cuda.cudnn_sdp_enabled()]
 
 

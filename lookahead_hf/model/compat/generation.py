@@ -126,15 +126,6 @@ def _gathers_experts(model: Any) -> bool:
     return "grouped_mm" in model.get_experts_implementation().values()
 
 
-def refuses_argument(model: Any, name: str, value: Any) -> bool:
-    """Return whether `generate` refuses an argument, since the model has no use for it."""
-    try:
-        model._validate_model_kwargs({name: value})
-    except ValueError:
-        return True
-    return False
-
-
 def has_own_generate(model: Any) -> bool:
     """Return whether the model's class has a `generate` of its own.
 
