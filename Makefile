@@ -97,7 +97,7 @@ clean:
 	@touch $@
 
 .venv/.tests: pyproject.toml constraints.txt | .venv/bin/python
-	.venv/bin/python $(PIP_INSTALL) -e ".[demo,bench,dev]"
+	.venv/bin/python $(PIP_INSTALL) -e ".[demo,dev]"
 	@touch $@
 
 .venv/.docs: pyproject.toml constraints.txt | .venv/bin/python
