@@ -14,7 +14,7 @@ from call_replay import Text
 from ours import Ours
 from replay import Line, Recorded, replay
 
-from lookahead_hf.drafting.sources.recycling_buckets import NUM_PROBS, PROB_EDGES, SINGLE_START
+from lookahead_hf.drafting.sources._recycling_numba import NUM_PROBS, PROB_EDGES, SINGLE_START
 from lookahead_hf.ngram_pool.matches import LEVELS, NUM_SHARES, NUM_TOTALS
 
 matplotlib.use("Agg")

@@ -38,9 +38,9 @@ from lookahead_hf.call.prepared import Request
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting import ensemble
 from lookahead_hf.drafting.budget import FixedRunner
+from lookahead_hf.drafting.drafter import BestTokens
 from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.session import DraftSession, Limits
-from lookahead_hf.drafting.topk import BestTokens
 from lookahead_hf.ngram_pool import compilation
 from lookahead_hf.rows import Rows
 

@@ -72,7 +72,7 @@ def pool_looks(name: str, pool: NgramPool, fresh: np.ndarray, looks: Looks) -> I
 
     for what, nodes in ((f"look-up, {name}", 1), (f"tree, {name}", NODES)):
         yield looks.time(
-            what, len(pool), lambda nodes=nodes: pool.grow(fresh[: end[0]], rates, nodes), advance
+            what, len(pool), lambda nodes=nodes: pool.grow([fresh[: end[0]]], rates, nodes), advance
         )
 
 

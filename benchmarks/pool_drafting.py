@@ -13,8 +13,7 @@ from pool_text import VOCABULARY
 
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.drafter import Step as VerifiedStep
-from lookahead_hf.drafting.ensemble import Ensemble
-from lookahead_hf.drafting.merge import head
+from lookahead_hf.drafting.ensemble import Ensemble, head
 from lookahead_hf.drafting.rates import Calibration
 from lookahead_hf.drafting.sources.ngram import NgramDrafter
 from lookahead_hf.drafting.sources.recycling import RecyclingDrafter

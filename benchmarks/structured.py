@@ -23,7 +23,7 @@ import common
 import torch
 
 import lookahead_hf
-from lookahead_hf.logits.grammars.llguidance import LLGuidance
+from lookahead_hf.logits.grammars import LLGuidance
 
 SCHEMAS = Path(__file__).parent / "data" / "schemas.jsonl"
 PLAIN, UNKNOWN, OURS = KINDS = ("plain", "grammar unknown", "ours")

@@ -28,10 +28,10 @@ from lookahead_hf.runner.processes import Processes, coordinator
 from lookahead_hf.verification import select
 from lookahead_hf.verification.lockstep import Lockstep
 from lookahead_hf.verification.select import DEVICE, choose_verifier
-from lookahead_hf.verification.verifier import Verifier
+from lookahead_hf.verification.walk import Verifier
 
 if TYPE_CHECKING:
-    from lookahead_hf.logits.grammars.protocol import Grammar
+    from lookahead_hf.logits.grammars import Grammar
     from lookahead_hf.rows import EncoderInputs
 
 

@@ -13,7 +13,7 @@ from transformers import StoppingCriteriaList
 from lookahead_hf.fallback import Unserved
 from lookahead_hf.model import compat
 from lookahead_hf.queue.request import OBJECTS, LogProbOptions, LogProbs, QueuedRequest
-from lookahead_hf.verification.rng import OwnGenerators
+from lookahead_hf.verification.noise import OwnGenerators
 
 CHUNK = 128
 """Most tokens of prompts that a step reads beside the rows that decode.

@@ -36,7 +36,7 @@ from lookahead_hf.trace.steps import PARTS
 from lookahead_hf.verification.walk import Walk
 
 if TYPE_CHECKING:
-    from lookahead_hf.logits.grammars.protocol import Grammar
+    from lookahead_hf.logits.grammars import Grammar
 
 
 _PREFILL, _FORWARD = PARTS.index("prefill"), PARTS.index("forward")

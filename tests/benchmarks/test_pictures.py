@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lookahead_hf.drafting.costs import SLOPE, CostCurve
+from lookahead_hf.drafting.budget import SLOPE, CostCurve
 from tests.helpers.tiny_chat import save_looping_chat
 
 SVG = "{http://www.w3.org/2000/svg}"

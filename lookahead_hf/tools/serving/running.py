@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 from lookahead_hf.call.stopping import StopTexts
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.fallback import Unserved
-from lookahead_hf.logits.presence import PresencePenalty
+from lookahead_hf.logits.row_processors import PresencePenalty
 from lookahead_hf.model import compat
 from lookahead_hf.queue.manager import SpeculativeBatchingManager
 from lookahead_hf.queue.methods import BatchOptions, engine_of
