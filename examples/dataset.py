@@ -28,7 +28,7 @@ plain = [
     model.generate(torch.tensor([prompt]), generation_config=config)[0, len(prompt) :].tolist()
     for prompt in prompts
 ]
-found = model.generate_batch(prompts, config, speculative=True, max_slots=4, progress=True)
+found = model.generate_batch(prompts, config, speculative=True, max_slots=4, progress_bar=True)
 
 for text, output in zip(TEXTS, found.values(), strict=True):
     print("-", text)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
@@ -26,7 +24,6 @@ import lookahead_hf
 from tests.helpers.caches import CACHE
 from tests.helpers.calls import padded
 from tests.helpers.compared import speculated
-from tests.helpers.compiled import in_threads
 from tests.helpers.device import on_device
 from tests.helpers.models import prompt, tiny
 from tests.helpers.random_calls import smallest
@@ -252,44 +249,6 @@ def test_a_decoder_beside_an_encoder(rows: int, where: str) -> None:
             assert torch.allclose(mine.keys, theirs.keys, rtol=0, atol=1e-9)
         ours.cache = caches[0].self_attention_cache
         assert_kept(ours, plain, 1)
-
-
-def test_sampled_greedy_plain_and_failing_calls_at_once() -> None:
-    """One call samples, so that its numbers are its own; the others keep out of its way."""
-    model, error = smallest("gemma3"), KeyboardInterrupt()
-    found = traces(model)
-    ids = [prompt(1 + index % 2, seed=index) for index in range(5)]
-    calls: list[dict[str, Any]] = [
-        {"input_ids": each, "do_sample": index == 0, **SETTINGS, "max_new_tokens": 40}
-        for index, each in enumerate(ids)
-    ]
-    torch.manual_seed(3)
-    alone = [model.generate(**call) for call in calls]
-    after = torch.get_rng_state()
-    got: dict[int, Any] = {}
-    barrier = threading.Barrier(len(calls))
-
-    def work(index: int) -> None:
-        config = scripted(continuations(alone[index], 12), RandomTrees(index))
-        given: dict[str, Any] = {} if index == 1 else {"speculative": config}
-        if index == 2:
-            given["streamer"] = Streamer(Bomb(error, 9))
-        barrier.wait()
-        try:
-            got[index] = model.generate(**calls[index], **given)
-            if index != 1:
-                speculated(model)
-        except BaseException as raised:
-            got[index] = raised
-
-    torch.manual_seed(3)
-    with lookahead_hf.enabled(model):
-        in_threads(*(partial(work, index) for index in range(len(calls))))
-    assert got.pop(2) is error
-    for index, output in got.items():
-        assert torch.equal(output, alone[index])
-    assert torch.equal(torch.get_rng_state(), after)
-    assert traces(model) == found
 
 
 class Interrupted(Scripted):

@@ -12,8 +12,13 @@ import pytest
 import torch
 
 from lookahead_hf import SpeculativeConfig
-from lookahead_hf.tools.cli.measuring import end_tokens, until_end
-from lookahead_hf.tools.cli.near_ties import Divergence, describe, find_divergences
+from lookahead_hf.tools.cli.measuring import (
+    Divergence,
+    describe,
+    end_tokens,
+    find_divergences,
+    until_end,
+)
 from tests.helpers.compared import served
 from tests.helpers.real_texts import encode, load_real_model, texts
 
@@ -68,12 +73,6 @@ def assert_near_ties(
         print(f"{how}: {describe(of_mode)}", [each.ulps for each in of_mode if each])
         assert [each for each in of_mode if each and not each.is_near_tie] == []
     assert min(accepted.values()) > 0
-
-
-@pytest.mark.slow
-def test_some_greedy_texts(loaded: tuple[Any, Any]) -> None:
-    prompts, modes = texts(per_family=1, longest=400)[:3], ["compiled", "invariant, compiled"]
-    assert_near_ties(loaded, prompts, 3, modes, do_sample=False, max_new_tokens=24)
 
 
 def test_a_sampled_text(loaded: tuple[Any, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +19,6 @@ from lookahead_hf.call.stopping import with_stop_strings
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.model import compat
-from lookahead_hf.utils import nearest
 
 OURS = ("speculative", "prediction", "speculative_tokenizer")
 """Arguments that transformers does not know.
@@ -48,7 +48,8 @@ class GenerateArguments:
         """Raises TypeError if `original`, `generate` without us, does not take the arguments."""
         self._model, self._original = model, original
         theirs = {name: value for name, value in kwargs.items() if name not in OURS}
-        self.given = _by_name(original, args, theirs)
+        self._signature = inspect.signature(original)
+        self.given = _by_name(self._signature, args, theirs)
         self._asked, self._prediction, tokenizer = (kwargs.get(name) for name in OURS)
         given = self.given.get("tokenizer")
         self.tokenizer = tokenizer if given is None else given
@@ -89,29 +90,6 @@ class GenerateArguments:
                 f"leave one of them out (speculative=False switches speculation off for a call)"
             )
 
-    def check_names(self) -> None:
-        """Check names that transformers refuses, to say what a misspelt one means.
-
-        Raises:
-            ValueError: A refused name resembles an argument or option of this library.
-        """
-        if compat.has_own_generate(self._model):
-            return
-        settings = self._model.generation_config
-        theirs = {*inspect.signature(self._original).parameters, *vars(settings)} - {*OURS}
-        for name, value in self.given.items():
-            if name in theirs or hasattr(settings, name):
-                continue
-            if compat.refuses_argument(self._model, name, value):
-                check_name("generate", name, ("speculative", "prediction"), theirs)
-
-    def check_prediction(self) -> None:
-        """Raise ValueError for a prediction that a call without speculation has no use for."""
-        if self._prediction is None or compat.has_own_generate(self._model):
-            return
-        if compat.refuses_argument(self._model, "prediction", self._prediction):
-            raise ValueError("prediction= is for speculative calls: pass speculative=True too")
-
     def check_original(self) -> None:
         """Raise Unserved where the original `generate` cannot be given a decoding strategy."""
         # transformers binds a repository's function to the model that it loads. A decoding loop of
@@ -125,7 +103,7 @@ class GenerateArguments:
                 "set `speculative_passthrough = True` on the repository's function, if it passes "
                 "its keyword arguments on to transformers' generate",
             )
-        parameters = inspect.signature(self._original).parameters
+        parameters = self._signature.parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         if not takes_any and "custom_generate" not in parameters:
             raise self.decodes_itself()
@@ -135,13 +113,6 @@ class GenerateArguments:
         own = getattr(self._original, "__func__", self._original)
         name = getattr(own, "__qualname__", None) or f"{type(self._model).__name__}.generate"
         return Unserved(FallbackReason.OWN_GENERATE, name)
-
-    @property
-    def num_rows(self) -> int | None:
-        """Rows of the batch, None if the arguments do not tell; a prompt may have several texts."""
-        names = ("inputs", self._model.main_input_name, "input_ids", "inputs_embeds")
-        batches = [self.given[name] for name in names if self.given.get(name) is not None]
-        return len(batches[0]) * int(self.setting("num_return_sequences") or 1) if batches else None
 
     def prediction(self) -> list[np.ndarray] | None:
         """Return the caller's prediction as token ids per row; one row serves all."""
@@ -207,7 +178,8 @@ def check_name(
     """
     options = [each.name for each in fields(SpeculativeConfig)]
     theirs = {*theirs}
-    meant = nearest(name, {*own, *options, *theirs, *elsewhere})
+    known = {*own, *options, *theirs, *elsewhere}
+    meant = next(iter(difflib.get_close_matches(name, known, 1, cutoff=0.7)), None)
     if meant is None or meant in theirs:
         return
     fix = f"did you mean {meant}=?"
@@ -234,10 +206,9 @@ def wanted(
 
 
 def _by_name(
-    original: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """Return arguments by parameter name; those of a bare `*args` by transformers' names."""
-    signature = inspect.signature(original)
     bound = signature.bind(*args, **kwargs).arguments
     named: dict[str, Any] = {}
     for name, value in bound.items():

@@ -12,11 +12,11 @@ MODULES = {
     "cuda": "lookahead_hf.engines.cuda.runner",
     "recurrent states": "lookahead_hf.engines.hybrid.recurrent",
     "grammar": "lookahead_hf.sources.grammar",
-    "processes": "lookahead_hf.distributed.coordinator",
+    "processes": "lookahead_hf.distributed",
     "continuous batching": "lookahead_hf.queue.methods",
-    "pages of a trace": "lookahead_hf.tools.trace.page",
+    "pages of a trace": "lookahead_hf.tools.trace",
 }
-"""Modules by name. An engine that runs steps has the name of its device; see `runner.engines`."""
+"""Modules by name. An engine that runs steps has the name of its device; see `runner.host`."""
 
 
 def find(name: str) -> ModuleType | None:

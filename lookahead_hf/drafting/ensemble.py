@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from lookahead_hf.rows import Rows
-    from lookahead_hf.runner.transfer import HostCopy
+    from lookahead_hf.runner.outputs import HostCopy
 
 ANY_TOKEN = 2**62
 """Vocabulary size if it is unknown."""

@@ -11,17 +11,23 @@ import queue
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from lookahead_hf.model.compat.batching import GenerationOutput
+from lookahead_hf.model.compat.generation import GenerationOutput
 from lookahead_hf.ngram_pool.compilation import drafting
-from lookahead_hf.queue.engine import Engine, is_text_of
 from lookahead_hf.queue.request import request_state
+from lookahead_hf.queue.scheduler import Engine
 from lookahead_hf.queue.session import decode
+
+
+def is_text_of(request_id: str, result_id: str) -> bool:
+    """Return whether a result is of a request or of one of its further texts."""
+    return result_id == request_id or str(result_id).startswith(f"{request_id}__child#")
+
 
 _SOFT_PAUSE = 1
 """omp_pause_soft of OpenMP 5: the threads keep their data and can be started again."""
@@ -62,7 +68,7 @@ IDLE_SECONDS = 0.1
 """Longest time between two looks for requests in an idle run."""
 
 ROOM_SECONDS = 10.0
-"""Longest wait for room in a full queue that no run empties."""
+"""Longest wait for room in a full queue, as of transformers' manager."""
 
 GOES_ON, FLUSHES, GIVES_UP, HAS_ENDED = range(4)
 """How soon a run stops: never, once nothing waits, before the next step, or already."""
@@ -88,7 +94,7 @@ class SpeculativeBatchingManager:
             config: transformers' settings of continuous batching, shown to callers.
         """
         engine.hand_out, engine.stops, engine.pauses = self._take, self._gives_up, self._pauses_now
-        self.engine, self.model = engine, engine.model
+        self.engine, self.model = engine, engine.builder.model
         self.generation_config = engine.builder.generation_config
         self.num_return_sequences = self.generation_config.num_return_sequences or 1
         self.continuous_batching_config = config
@@ -207,12 +213,8 @@ class SpeculativeBatchingManager:
             Its id, None if the run is stopping and takes no more requests.
 
         Raises:
-            TypeError: The id cannot be hashed, so that no result would be found by it.
-            queue.Full: So many requests wait as may, and no run makes room.
+            queue.Full: As many requests wait as may.
         """
-        if not isinstance(request_id, Hashable):
-            kind = type(request_id).__name__
-            raise TypeError(f"a request_id has to be hashable, which a {kind} is not: pass a str")
         if self._stop != GOES_ON:
             _logger.warning("the run is stopping: a request was dropped")
             return None
@@ -302,18 +304,13 @@ class SpeculativeBatchingManager:
             handlers[request_id] = entry
 
     def _wait_for_room(self) -> None:
-        """Wait until a request may be added, as long as a run goes on.
+        """Wait until a request may be added, for as long as transformers' manager waits."""
 
-        The run makes no room while its own thread waits here, in a processor or criterion that adds
-        requests, or while this thread pauses it.
-        """
-        while 0 < self._max_waiting <= len(self.engine.waiting):
-            thread, waits_for_itself = threading.current_thread(), False
-            waits_for_itself = thread is self._thread or thread.ident in self._pausing
-            is_emptied = self.is_running() and self._stop == GOES_ON and not waits_for_itself
-            if not self._changed.wait(ROOM_SECONDS) and not is_emptied:
-                raise queue.Full
-        if self._stop == HAS_ENDED:  # while this thread waited
+        def is_full() -> bool:
+            return 0 < self._max_waiting <= len(self.engine.waiting)
+
+        self._changed.wait_for(lambda: not is_full() or self._stop == HAS_ENDED, ROOM_SECONDS)
+        if is_full() or self._stop == HAS_ENDED:
             raise queue.Full
 
     # The thread of the run calls the following methods.
@@ -368,8 +365,6 @@ class SpeculativeBatchingManager:
                 self._stop = HAS_ENDED  # first, so that nothing is added later
                 self.engine.fail_waiting(error)
                 self._changed.notify_all()
-            if self.engine.progress is not None:
-                self.engine.progress.close()
 
     def _decode_all(self) -> None:
         while not self.engine.stops():

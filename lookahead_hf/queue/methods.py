@@ -6,31 +6,25 @@ import copy
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from transformers import ContinuousBatchingConfig
+from transformers.utils.logging import tqdm
 
 from lookahead_hf import fallback, stats
 from lookahead_hf.call.arguments import check_name, wanted
 from lookahead_hf.call.prepared import Request
 from lookahead_hf.config import SpeculativeConfig, check_int
 from lookahead_hf.fallback import FallbackReason, Unserved
-from lookahead_hf.model.compat.batching import GenerationOutput, WorkloadHints, bytes_per_token
-from lookahead_hf.queue.engine import Engine, Progress
+from lookahead_hf.model.compat.generation import GenerationOutput, WorkloadHints, bytes_per_token
 from lookahead_hf.queue.manager import SpeculativeBatchingManager
-from lookahead_hf.queue.request import (
-    OBJECTS,
-    RequestBuilder,
-    request_seed,
-    request_state,
-    text_ids,
-    wanted_log_probs,
-)
+from lookahead_hf.queue.request import OBJECTS, RequestBuilder, request_state, text_ids
+from lookahead_hf.queue.scheduler import Engine
 from lookahead_hf.queue.session import decode
 
 _logger = logging.getLogger(__name__)
@@ -51,38 +45,29 @@ class BatchOptions:
     """The options of a call beside transformers' own arguments.
 
     Attributes:
-        max_tokens: Most tokens of all texts, prompts included. Each may have an equal share.
+        speculative: What `speculative=` of `generate` takes.
+        max_slots: Most texts that are decoded together.
         tokenizer: What `stop_strings` and a pool's fingerprint need.
-        top_logprobs: How many of the likeliest tokens in every place have a log probability.
-        prompt_logprobs: Whether the tokens of prompts have one.
     """
 
     speculative: Any = None
     max_slots: int | None = None
-    max_tokens: int | None = None
-    progress: bool = False
-    seeds: Sequence[int] | None = None
     tokenizer: Any = None
-    top_logprobs: int = 0
-    prompt_logprobs: bool = False
 
 
 OWN = tuple(each.name for each in fields(BatchOptions))
 """Arguments of a call that transformers does not know."""
 
 INSTEAD = {
-    "seed": "pass seeds=, or continuous_batching_config=ContinuousBatchingConfig(seed=...)",
+    **dict.fromkeys((*OBJECTS, "streamer"), "call add_request of a manager"),
     "assistant_model": "leave it out, or call generate",
-    "streamer": "call add_request of a manager with streaming=True",
-} | dict.fromkeys(OBJECTS, "pass it to add_request of a manager")
+    "seed": "give each request a seed, or pass ContinuousBatchingConfig(seed=...)",
+}
 """Arguments of `generate` that `generate_batch` ignores, and what to do instead."""
 
 ELSEWHERE = {
-    "prediction": "leave it out, or call generate, which has prediction",
-    "trace": "leave it out, or call generate, which has trace",
-    "max_batch_tokens": (
-        "pass continuous_batching_config=ContinuousBatchingConfig(max_batch_tokens=...)"
-    ),
+    **dict.fromkeys(("prediction", "trace"), "leave it out, or call generate, which has it"),
+    "max_batch_tokens": "pass ContinuousBatchingConfig(max_batch_tokens=...)",
 }
 """Further names that a misspelt one may mean, and what to do instead."""
 
@@ -118,7 +103,11 @@ def call(
     own = BatchOptions(**{name: kwargs.pop(name) for name in OWN if name in kwargs})
     outer = _asked.get()
     asked = outer if own == BatchOptions() and outer is not None else own
-    _check_names(model, original, kwargs)
+    theirs = {*inspect.signature(original).parameters, "max_new_tokens"}
+    settings = model.generation_config, ContinuousBatchingConfig()
+    for name in kwargs.keys() - theirs:  # `generate_batch` ignores them
+        if not any(hasattr(each, name) for each in settings):
+            check_name(original.__name__, name, OWN, theirs, ELSEWHERE)
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     given |= given.pop("kwargs", {})
     generation_config = given.get("generation_config")
@@ -128,38 +117,21 @@ def call(
         for name, fix in INSTEAD.items():
             if kwargs.get(name) is not None:
                 raise ValueError(f"generate_batch has no argument {name!r}: {fix}")
-    reason = "it is not asked for"
     if config is not None:
         try:
             return run(model, config, asked, **given)
         except Unserved as unserved:
-            reason = f"this run has the fallback {unserved.reason}"
             fallback.report(model, unserved, config.on_fallback, "transformers' manager")
             record = stats.SpeculativeStats(fallback_reason=unserved.reason)
             stats.publish(model, record)
             stats.notify(model, record)
-    for name in ("seeds", "top_logprobs", "prompt_logprobs"):
-        if getattr(asked, name) not in (None, 0, False):
-            raise ValueError(
-                f"{name}= needs speculation, since transformers' manager has no such thing, but "
-                f"{reason}: pass speculative= or change the run, or leave {name}= out"
-            )
+    if any(isinstance(each, Mapping) for each in given.get("inputs") or ()):
+        raise ValueError(
+            "transformers' manager, which writes these texts, knows no requests with settings of "
+            "their own: pass speculative= or change the run, or give token ids alone"
+        )
     with asking(BatchOptions(speculative=False)):
         return original(*args, **kwargs)
-
-
-def _check_names(model: Any, original: Callable[..., Any], given: Iterable[str]) -> None:
-    """Check names that transformers does not know, since `generate_batch` ignores them.
-
-    Raises:
-        ValueError: A name resembles an argument or option of this library.
-    """
-    theirs = {*inspect.signature(original).parameters, "max_new_tokens"}
-    settings = model.generation_config, ContinuousBatchingConfig()
-    for name in given:
-        if name in theirs or any(hasattr(each, name) for each in settings):
-            continue
-        check_name(original.__name__, name, OWN, theirs, ELSEWHERE)
 
 
 def _manager(
@@ -218,20 +190,8 @@ def _batch(
         num_requests=len(requests) * siblings,
     )
     engine, _ = engine_of(
-        model,
-        config,
-        replace(asked, progress=asked.progress or progress_bar),
-        generation_config,
-        continuous_batching_config,
-        hints,
+        model, config, asked, generation_config, continuous_batching_config, hints
     )
-    engine.is_call, found = True, dict[str, GenerationOutput]()
-
-    def keep(output: GenerationOutput) -> bool:
-        found[output.request_id] = output
-        return True
-
-    engine.hand_out = keep
     ids, usual = [], {"max_new_tokens": max_new_tokens, "record_timestamps": record_timestamps}
     for number, each in enumerate(requests):
         own = {"request_id": f"req_{number}", **usual, **each}
@@ -240,14 +200,23 @@ def _batch(
         engine.add(state)
     if len({*ids}) < len(ids):
         raise ValueError("two requests have the same request_id: leave it out, or give others")
-    try:
-        decode(engine)
-    except Exception as fatal:  # of the model: texts that were finished are returned
-        _logger.exception("the run was ended by an exception")
-        engine.fail_waiting(fatal)
-    finally:
-        if engine.progress is not None:
-            engine.progress.close()
+    found = dict[str, GenerationOutput]()
+    with tqdm(total=len(ids), unit="request", disable=not progress_bar) as bar:
+
+        def keep(output: GenerationOutput) -> bool:
+            found[output.request_id] = output
+            bar.update(output.is_finished())
+            return True
+
+        engine.hand_out = keep
+        try:
+            decode(engine)
+        except Exception as fatal:  # of the model: texts that were finished are returned
+            _logger.exception("the run was ended by an exception")
+            engine.fail_waiting(fatal)
+    records = [each.speculative_stats for each in found.values() if each.speculative_stats]
+    if records:
+        stats.publish(model, functools.reduce(stats.joined, records))
     return {name: found[name] for name in ids}
 
 
@@ -283,65 +252,28 @@ def engine_of(
         raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail, "leave it out")
     # The cache of `generate` is another one: transformers' server, for one, switches it off.
     generation.cache_implementation, generation.use_cache = None, True
-    tokens = asked.max_tokens
-    if tokens is None and batching.num_blocks is not None:
-        tokens = batching.num_blocks * batching.page_size
-    if tokens is not None:
-        check_int("max_tokens", tokens, 1, 2**40)
     slots = batching.max_requests_per_batch if asked.max_slots is None else asked.max_slots
-    slots = default_slots(model, hints, tokens) if slots is None else slots
+    slots = default_slots(model, hints) if slots is None else slots
     check_int("max_slots", slots, 1, MOST_SLOTS)
     most = batching.max_batch_tokens
     if most is not None:
         check_int("max_batch_tokens", most, 1, 2**40)
         slots = min(slots, most)
-    if tokens is not None:
-        check_int("max_tokens", tokens, slots, 2**40)
-    room = None if tokens is None else tokens // slots
-    log_probs = wanted_log_probs(
-        batching.return_logprobs, asked.top_logprobs, asked.prompt_logprobs
-    )
     request = Request(config, tokenizer=asked.tokenizer)
-    builder = RequestBuilder(model.eval(), generation, request, room, log_probs)
+    builder = RequestBuilder(model.eval(), generation, request, batching.return_logprobs)
     builder.check()
-    num_requests = getattr(hints, "num_requests", None)
-    seed_of = _seed_of(asked.seeds, batching.seed, num_requests)
-    progress = Progress(num_requests) if asked.progress else None
-    return Engine(builder, slots, most, seed_of, progress=progress), batching
+    seed = int(torch.randint(2**31, ())) if batching.seed is None else batching.seed
+    return Engine(builder, slots, most, seed), batching
 
 
-def _seed_of(
-    seeds: Sequence[int] | None, seed: int | None, num_texts: int | None
-) -> Callable[[int], int]:
-    """Return what tells the seed of a text by its number.
-
-    Args:
-        seeds: The caller's seed for each text, if there are any.
-        seed: Otherwise the seed of the run, None to draw one from torch's default generator.
-        num_texts: Texts of the call, None for a manager, to which any number can be added.
-    """
-    if seeds is None:
-        first = int(torch.randint(2**31, ())) if seed is None else seed
-        return functools.partial(request_seed, first)
-    if len(seeds) != num_texts:
-        wanted = "generate_batch alone takes them" if num_texts is None else f"{num_texts} texts"
-        raise ValueError(f"seeds= holds {len(seeds)} seeds, but {wanted}: pass one for each text")
-    for each in seeds:
-        check_int("each of seeds", each, 0, 2**32 - 1)
-    return list(seeds).__getitem__
-
-
-def default_slots(model: Any, hints: Any, max_tokens: int | None = None) -> int:
+def default_slots(model: Any, hints: Any) -> int:
     """Return how many texts to decode together if the caller does not say.
 
     Args:
         model: The model.
         hints: transformers' `WorkloadHints` of the requests, None if it knows nothing.
-        max_tokens: Most tokens of all texts, prompts included, None for any number.
     """
-    if max_tokens is None:
-        room = max(LEAST_ROOM, model.get_memory_footprint())
-        max_tokens = room // bytes_per_token(model)
+    max_tokens = max(LEAST_ROOM, model.get_memory_footprint()) // bytes_per_token(model)
     longest = 1 if hints is None else hints.max_prompt_length + hints.max_generated_length
     num_requests = getattr(hints, "num_requests", None) or DEFAULT_SLOTS
     return max(1, min(DEFAULT_SLOTS, num_requests, max_tokens // max(1, longest)))

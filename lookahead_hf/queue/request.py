@@ -4,49 +4,32 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers import StoppingCriteriaList
 
 from lookahead_hf.call import admission
 from lookahead_hf.call.admission import Purpose
-from lookahead_hf.call.emitter import build_emitter
-from lookahead_hf.call.outputs import RequestedOutputs
+from lookahead_hf.call.emitter import ColumnStream, RequestedOutputs, build_emitter
 from lookahead_hf.call.prepared import PreparedCall, Request
 from lookahead_hf.call.stopping import knows_criterion, with_stop_strings
-from lookahead_hf.call.streaming import ColumnStream
 from lookahead_hf.config import check_int, drafter_name
 from lookahead_hf.engines.cuda.graphs import WORTHWHILE
 from lookahead_hf.fallback import FallbackReason, Unserved, check_settings
-from lookahead_hf.generation.assembly import build_drafters
+from lookahead_hf.generation.decode import build_drafters
 from lookahead_hf.logits.constraints import Constraint
 from lookahead_hf.logits.row_processors import knows_processor
-from lookahead_hf.model import compat, limits
-from lookahead_hf.model.compat.batching import GenerationOutput, RequestState
-from lookahead_hf.runner import engines
-from lookahead_hf.runner.engines import StepOptions
-from lookahead_hf.runner.host import Runner
+from lookahead_hf.model import compat
+from lookahead_hf.model.compat.generation import GenerationOutput, RequestState
+from lookahead_hf.runner.host import Runner, StepOptions, choose
 from lookahead_hf.stats import SpeculativeStats
 from lookahead_hf.verification import select
+from lookahead_hf.verification.noise import OwnGenerators
 from lookahead_hf.verification.select import rules_of
 from lookahead_hf.verification.walk import Rules
-
-
-@dataclass(frozen=True)
-class LogProbOptions:
-    """Which log probabilities an output holds.
-
-    Attributes:
-        of_tokens: Those of the tokens.
-        num_top: How many of the likeliest tokens in every place have theirs, too.
-        of_prompt: Those of the prompt's tokens.
-    """
-
-    of_tokens: bool = False
-    num_top: int = 0
-    of_prompt: bool = False
 
 
 @dataclass
@@ -56,22 +39,18 @@ class LogProbs:
     Attributes:
         of_tokens: One per new token.
         top: The likeliest tokens in the place of each new token, the likeliest first.
-        of_prompt: One per token of the prompt, None for the first; None if they are not wanted.
     """
 
     of_tokens: list[float] = field(default_factory=list)
     top: list[dict[int, float]] = field(default_factory=list)
-    of_prompt: list[float | None] | None = None
 
-    def add(
-        self, wanted: LogProbOptions, scores: Iterable[torch.Tensor], tokens: list[int]
-    ) -> None:
+    def add(self, num_top: int, scores: Iterable[torch.Tensor], tokens: list[int]) -> None:
         """Add tokens, which were chosen by scores, [vocab] each."""
         for each, token in zip(scores, tokens, strict=True):
             log_probs = each.log_softmax(-1)
             self.of_tokens.append(float(log_probs[token]))
-            if wanted.num_top:
-                best = log_probs.topk(min(wanted.num_top, len(log_probs)))
+            if num_top:
+                best = log_probs.topk(min(num_top, len(log_probs)))
                 pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
                 self.top.append(dict(pairs))
 
@@ -94,17 +73,6 @@ class KeptScores(RequestedOutputs):
         return latest
 
 
-@torch.no_grad()
-def of_prompt(model: Any, ids: torch.Tensor) -> list[float | None]:
-    """Return the log probability of each token of a prompt, [1, tokens]; None for the first."""
-    logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
-    found: list[float | None] = [None]
-    for some, tokens in zip(logits.split(256), ids[0, 1:].split(256), strict=True):
-        log_probs = some.float().log_softmax(-1)
-        found += log_probs.gather(-1, tokens[:, None])[:, 0].tolist()
-    return found
-
-
 _STEP = 0x9E3779B1
 """Odd, so that the seeds of 2^32 texts differ: a CPU's generator reads 32 bits."""
 
@@ -124,18 +92,6 @@ def request_seed(seed: int, index: int) -> int:
 
 MOST_TOP = 1024
 """The upper limit of `top_logprobs`."""
-
-
-def wanted_log_probs(of_tokens: bool, num_top: Any, of_prompt: Any) -> LogProbOptions:
-    """Return which log probabilities a caller wants.
-
-    Raises:
-        ValueError: `num_top` or `of_prompt` has a value that is not allowed.
-    """
-    check_int("top_logprobs", num_top, 0, MOST_TOP)
-    if not isinstance(of_prompt, bool):
-        raise ValueError(f"prompt_logprobs is {of_prompt!r}, but must be True or False")
-    return LogProbOptions(of_tokens or num_top > 0, num_top, of_prompt)
 
 
 def request_state(
@@ -188,37 +144,30 @@ class QueuedRequest:
     """One text of a run; what follows `objects` is None before it has a row.
 
     Attributes:
-        index: How many texts were added before.
         names: Ids that cancel it: its own and that of its request.
         objects: See `own_objects`.
-        wanted: The log probabilities that its output holds.
+        is_cancelled: Whether nobody wants it any more.
+        num_top: How many of the likeliest tokens in every place have a log probability beside the
+            chosen one; None if no token has.
     """
 
     state: RequestState
-    index: int
     seed: int
     names: frozenset[str] = frozenset()
     objects: frozenset[int] = frozenset()
+    is_cancelled: bool = False
+    num_top: int | None = None
     call: PreparedCall | None = None
     rules: Rules | None = None
     constraint: Constraint | None = None
-    wanted: LogProbOptions = field(default_factory=LogProbOptions)
     log_probs: LogProbs = field(default_factory=LogProbs)
 
     def output(self, record: SpeculativeStats | None = None) -> GenerationOutput:
         """Return the text so far, with its statistics at the end."""
         output, found = self.state.to_generation_output(), self.log_probs
         output.logprobs, output.top_logprobs = list(found.of_tokens), list(found.top)
-        output.prompt_logprobs, output.speculative_stats = found.of_prompt, record
+        output.speculative_stats = record
         return output
-
-    def is_among(self, cancelled: Mapping[str, int]) -> bool:
-        """Return whether an id cancels this text.
-
-        `cancelled` gives the number of texts that had been added when each id was cancelled: texts
-        that were added later under the same id are not cancelled.
-        """
-        return any(self.index < cancelled.get(name, 0) for name in self.names)
 
 
 def _set_for_one(config: Any, name: str) -> Any:
@@ -229,26 +178,31 @@ def _set_for_one(config: Any, name: str) -> Any:
 
 @dataclass(frozen=True)
 class RequestBuilder:
-    """Turns requests into calls of `generate`, of at most `room` tokens including the prompt."""
+    """Turns requests into calls of `generate`.
+
+    Attributes:
+        model: The model.
+        generation_config: The settings of requests that do not say otherwise.
+        request: How to speculate.
+        returns_log_probs: Whether tokens have log probabilities if a request does not say.
+    """
 
     model: Any
     generation_config: Any
     request: Request
-    room: int | None = None
-    log_probs: LogProbOptions = LogProbOptions()
+    returns_log_probs: bool = False
 
-    def wanted(self, job: QueuedRequest) -> LogProbOptions:
-        """Take a request's own wishes for log probabilities out of its settings.
+    def num_top(self, job: QueuedRequest) -> int | None:
+        """Take a request's wish for log probabilities out of its settings.
 
         Raises:
-            ValueError: One of them has a value that is not allowed.
+            ValueError: `top_logprobs` has a value that is not allowed.
         """
-        own, usual = job.state.logit_processor_kwargs, self.log_probs
-        return wanted_log_probs(
-            own.pop("return_logprobs", usual.of_tokens),
-            own.pop("top_logprobs", usual.num_top),
-            own.pop("prompt_logprobs", usual.of_prompt),
-        )
+        own = job.state.logit_processor_kwargs
+        num_top = own.pop("top_logprobs", 0)
+        check_int("top_logprobs", num_top, 0, MOST_TOP)
+        is_wanted = own.pop("return_logprobs", self.returns_log_probs) or num_top
+        return num_top if is_wanted else None
 
     def settings(self, job: QueuedRequest) -> dict[str, Any]:
         """Return the arguments of the call of `generate` that writes the text of a job.
@@ -301,18 +255,10 @@ class RequestBuilder:
 
         Raises:
             Unserved: The call cannot be decoded together with others.
-            ValueError: Its text may become longer than the room.
             Exception: Whatever `generate` raises about its arguments.
         """
         call = self._prepared(job)
-        longest = int(call.generation_config.max_length)
-        if self.room is not None and longest > self.room:
-            raise ValueError(
-                f"a prompt of {call.input_ids.shape[1]} tokens and up to {call.num_new} new ones "
-                f"need more than the {self.room} tokens that a request may have: lower "
-                "max_new_tokens, raise max_tokens, or lower max_slots, which share max_tokens"
-            )
-        limit, last = limits.most_positions(self.model), longest - 1
+        limit, last = compat.most_positions(self.model), call.generation_config.max_length - 1
         if limit is not None and last > limit:
             detail = f"positions up to {last}, where those of the model change or end at {limit}"
             raise Unserved(FallbackReason.MODEL, detail)
@@ -399,7 +345,7 @@ class RequestBuilder:
             compiled_layers=config.compiled_layers,
             cuda_graphs=config.cuda_graphs,
         )
-        runner = engines.choose(select.engine_of(self.model.device), options)
+        runner = choose(select.engine_of(self.model.device), options)
         if max_batch_tokens is not None:
             fits, most = max_batch_tokens // num_rows - 1, runner.most_nodes
             runner.most_nodes = fits if most is None else min(most, fits)
@@ -411,4 +357,28 @@ class RequestBuilder:
 
     def trial(self) -> PreparedCall:
         """Return the call of a made-up request, whose prompt is one token."""
-        return self._prepared(QueuedRequest(RequestState("trial", [0], max_new_tokens=None), 0, 0))
+        return self._prepared(QueuedRequest(RequestState("trial", [0], max_new_tokens=None), 0))
+
+
+def write_alone(
+    model: Any, settings: dict[str, Any], seed: int, on_token: Callable[[], bool]
+) -> list[int]:
+    """Return the new tokens of a request.
+
+    Args:
+        model: The model.
+        settings: The arguments that `RequestBuilder.settings` returns.
+        seed: The seed of the request.
+        on_token: Called after every token; returns whether to stop.
+    """
+
+    def given_up(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), on_token(), device=input_ids.device)
+
+    criteria = [*(settings.get("stopping_criteria") or ()), given_up]
+    given = {**settings, "stopping_criteria": StoppingCriteriaList(criteria)}
+    given["generation_config"].return_dict_in_generate = False
+    with OwnGenerators(model.device, seed).in_place():
+        output = compat.plain_generate(model, **given)
+    tokens: list[int] = output[0, settings["input_ids"].shape[1] :].tolist()
+    return tokens

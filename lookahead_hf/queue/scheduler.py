@@ -1,19 +1,140 @@
-"""Which requests get rows, and which ones are decoded alone."""
+"""Which requests come next, and how their prompts are read into free rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
-from contextlib import nullcontext
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import StoppingCriteriaList
 
-from lookahead_hf.fallback import Unserved
+from lookahead_hf import stats
+from lookahead_hf.block.layout import PromptState
+from lookahead_hf.cache.adopt import TextCache
+from lookahead_hf.call.prepared import PreparedCall
+from lookahead_hf.draft import DraftTree
 from lookahead_hf.model import compat
-from lookahead_hf.queue.request import OBJECTS, LogProbOptions, LogProbs, QueuedRequest
-from lookahead_hf.verification.noise import OwnGenerators
+from lookahead_hf.model.compat.generation import GenerationOutput, RequestState, RequestStatus
+from lookahead_hf.queue.request import (
+    QueuedRequest,
+    RequestBuilder,
+    own_objects,
+    request_seed,
+    text_ids,
+)
+from lookahead_hf.rows import Rows
+from lookahead_hf.runner.host import Runner
+from lookahead_hf.runner.outputs import StepOutputs
+from lookahead_hf.runner.prefill import prefill
+from lookahead_hf.stats import SpeculativeStats
+
+
+@dataclass(eq=False)
+class Engine:
+    """The requests of a run: those that wait, and what becomes of the others.
+
+    `session.decode` decodes them together. Every text is the one that `generate` writes for its
+    prompt alone; see `request_seed` for samples. Threads may add and cancel requests meanwhile.
+
+    Attributes:
+        builder: Turns requests into calls of `generate`; it has checked the model.
+        max_slots: Most texts that are decoded together.
+        max_batch_tokens: Most tokens of a step, None for any number.
+        seed: The seed of the run.
+        hand_out: Takes an output; returns whether anybody hears of its text.
+        stops: Returns whether to give up the requests in progress.
+        pauses: Waits while the run is paused; returns whether it was.
+        waiting: Texts that have not begun.
+        taken: Texts in progress.
+        changed: Held while requests and outputs change hands, and notified of it.
+    """
+
+    builder: RequestBuilder
+    max_slots: int
+    max_batch_tokens: int | None
+    seed: int
+    hand_out: Callable[[GenerationOutput], bool] = lambda output: True
+    stops: Callable[[], bool] = lambda: False
+    pauses: Callable[[], bool] = lambda: False
+    waiting: deque[QueuedRequest] = field(default_factory=deque)
+    taken: set[QueuedRequest] = field(default_factory=set)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    _num_texts: int = 0
+
+    def add(self, state: RequestState, wait: Callable[[], object] = lambda: None) -> None:
+        """Add the texts of a request, which are numbered in this order; its own comes last.
+
+        Each gets copies of the request's processors and criteria. `wait` waits until there is room.
+        """
+        given, ids = state.logit_processor_kwargs, text_ids(state)
+        own = given.pop("seed", None)
+        states = [*map(state.fork, ids[:-1]), state]
+        with self.changed:
+            wait()
+            for place, each in enumerate(states):
+                each.num_children = 0
+                seed = request_seed(self.seed, self._num_texts + place) if own is None else own
+                if own is not None and each is not state:
+                    seed = request_seed(own, 1 + place)
+                names = frozenset({each.request_id, state.request_id})
+                self.waiting.append(QueuedRequest(each, seed, names, own_objects(each)))
+            self._num_texts += len(states)
+            self.changed.notify_all()
+
+    def cancel(self, name: str) -> None:
+        """Cancel the texts of a request by its id, or one text by the id of its result.
+
+        Nothing more is handed out of them.
+        """
+        with self.changed:
+            for job in (*self.waiting, *self.taken):
+                job.is_cancelled |= name in job.names
+            self.waiting = deque(job for job in self.waiting if not job.is_cancelled)
+            self.changed.notify_all()
+
+    def take(self) -> QueuedRequest | None:
+        """Return the first waiting text none of whose objects is in use, None if there is none.
+
+        Texts that share an object stay in order.
+        """
+        with self.changed:
+            awaited = set[int]().union(*(job.objects for job in self.taken))
+            for job in self.waiting:
+                if job.objects.isdisjoint(awaited):
+                    self.waiting.remove(job)
+                    self.taken.add(job)
+                    self.changed.notify_all()
+                    return job
+                awaited |= job.objects
+        return None
+
+    def release(self, job: QueuedRequest) -> None:
+        """Let go of a text that has ended."""
+        with self.changed:
+            self.taken.discard(job)
+
+    def deliver(self, job: QueuedRequest, record: SpeculativeStats | None = None) -> None:
+        """Hand out the output of a text so far, with its statistics at the end."""
+        output, model = job.output(record), self.builder.model
+        if record is not None:
+            stats.publish(model, record)
+            stats.notify(model, record)
+        with self.changed:
+            if not job.is_cancelled:
+                job.is_cancelled = not self.hand_out(output)
+                self.changed.notify_all()
+
+    def fail_waiting(self, error: BaseException) -> None:
+        """Fail all texts that have not begun."""
+        with self.changed:
+            while self.waiting:
+                job = self.waiting.popleft()
+                job.state.status, job.state.error = RequestStatus.FAILED, str(error)
+                self.deliver(job)
+
 
 CHUNK = 128
 """Most tokens of prompts that a step reads beside the rows that decode.
@@ -23,129 +144,147 @@ such chunks they wait 0.17 s, and the queue takes as long as before.
 """
 
 
-MOST_OVERTAKING = 64
-"""Most requests that are completed before one that was put aside."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """A prompt that a row holds in the cache, [tokens] int64, and the logits after it."""
+
+    ids: np.ndarray
+    logits: torch.Tensor  # [vocab]
 
 
-class Scheduler:
-    """Gives rows to requests, and the tokens of a step to the prompts that are being read.
+class Prompts:
+    """The prompts that the rows of a runner hold, whole or in part.
+
+    A row holds its prompt until `forget` is called or another prompt takes the row. Meanwhile other
+    texts of the same prompt begin with a copy.
 
     Attributes:
-        jobs: The requests in progress by row.
-        alone: Why plain `generate` writes the requests of some rows while the others wait, and how
-            many had been completed when they were put aside.
         reading: Prompts that are read beside the steps of other rows, by row, [tokens] int64.
-        max_batch_tokens: Most tokens of a step, None for any number.
     """
 
-    def __init__(
-        self,
-        num_rows: int,
-        waiting: Callable[[Set[int]], QueuedRequest | None],
-        max_batch_tokens: int | None = None,
-    ) -> None:
-        """`waiting`: returns the next request that brings none of these objects."""
-        self.jobs: dict[int, QueuedRequest] = {}
-        self.alone: dict[int, tuple[Unserved, int]] = {}
-        self._num_done = 0
+    def __init__(self, runner: Runner, max_batch_tokens: int | None) -> None:
+        """`max_batch_tokens`: most tokens of a step, None for any number."""
+        self._runner, self._most = runner, max_batch_tokens
         self.reading: dict[int, np.ndarray] = {}
-        self.max_batch_tokens = max_batch_tokens
-        self._num_rows, self._waiting = num_rows, waiting
+        self._texts, self._held = TextCache(runner.num_rows), dict[int, Prompt]()
 
-    @property
-    def free_rows(self) -> list[int]:
-        """Rows without a request."""
-        return [row for row in range(self._num_rows) if row not in self.jobs]
+    def take(
+        self, row: int, call: PreparedCall, before_steps: Callable[[], object]
+    ) -> torch.Tensor:
+        """Read a prompt as plain `generate` reads it alone; move its K and V into a free row.
 
-    def next_job(self) -> QueuedRequest | None:
-        """Return the next request that can be decoded beside those in progress."""
-        in_use = frozenset[int]().union(*(job.objects for job in self.jobs.values()))
-        return self._waiting(in_use)
-
-    def put_aside(self, row: int, unserved: Unserved) -> None:
-        """Let a request keep its row until it is written alone."""
-        self.alone[row] = unserved, self._num_done
-
-    def next_alone(self) -> int | None:
-        """Return a row whose request is to be written alone now, None if there is none.
-
-        It is, once nobody else would wait for it, or too many requests have overtaken it.
+        `before_steps` is called after the forward. Returns the logits after the prompt, [vocab].
         """
-        for row, (_, num_done) in self.alone.items():
-            overtaking = self._num_done - num_done
-            if len(self.alone) == len(self.jobs) or overtaking >= MOST_OVERTAKING:
-                return row
-        return None
+        self._clear(row)
+        is_flat = self._runner.is_flat and self._runner.reads_prompts
+        alone = Runner(self._runner.model, 1, None, self._runner.steps, is_flat)
+        outputs = prefill(alone, call, before_steps)
+        assert alone.beginning is not None
+        if self._runner.beginning is None:
+            self._texts.build_like(alone.cache.slots)
+            self._runner.begin(self._begin_like(alone.beginning))
+        self._texts.take(row, alone.cache.slots)
+        logits = outputs.logits[0, -1].clone()  # of a forward that may keep all
+        self._held[row] = Prompt(call.input_ids[0].cpu().numpy(), logits)
+        return logits
+
+    def _begin_like(self, alone: PromptState) -> PromptState:
+        """Lay steps out as behind the first prompt; positions count from each text."""
+        first = torch.zeros_like(alone.next_position)  # [..., 1, 1]
+        everywhere = first.expand(*first.shape[:-2], self._runner.num_rows, 1)
+        return replace(alone, cache=self._texts, next_position=everywhere)
+
+    def _clear(self, row: int) -> None:
+        """Forget the prompt of a row that another one takes."""
+        self._held.pop(row, None)
+        self._runner.forget_nan(row)
+
+    def reads_in_chunks(self, prompt_ids: np.ndarray, beside: bool) -> bool:
+        """Return whether a prompt is to be read in chunks: at once, it would delay other rows.
+
+        Args:
+            prompt_ids: The prompt, [tokens] int64. One that the model cannot embed fails at once.
+            beside: Whether other rows decode.
+        """
+        runner, most = self._runner, self._most or np.inf
+        if not runner.is_flat or runner.beginning is None:
+            return False
+        vocab_size = int(compat.text_config(runner.model).vocab_size)
+        fits = bool(prompt_ids.min() >= 0 and prompt_ids.max() < vocab_size)
+        return fits and (beside or len(prompt_ids) > most)
+
+    def read(self, row: int, prompt_ids: np.ndarray) -> None:
+        """Begin to read a prompt, [tokens] int64, in chunks in a free row."""
+        self._clear(row)
+        self._texts.free(row)
+        self._texts.slots.reserve(len(prompt_ids))
+        # A mask does not hold back NaN that the row's last text may have left.
+        self._texts.slots.clear([row])
+        self.reading[row] = prompt_ids
+
+    def launch(self, rows: Rows, draft: DraftTree) -> StepOutputs:
+        """Launch a step of the runner that also reads the next chunks of prompts, if there are any.
+
+        If the step is repeated, the next chunks wait for the step after it.
+        """
+        if not self.reading:
+            return self._runner.launch(rows, draft)
+        lengths = self._texts.slots.lengths
+        left = CHUNK
+        if self._most is not None:
+            left = self._most - int(rows.live.sum()) - draft.num_nodes
+        chunks = {}
+        for row, ids in self.reading.items():  # those that were begun first come first
+            first = int(lengths[row])
+            chunks[row] = ids[first : first + left]
+            left -= len(chunks[row])
+        step = self._runner.launch_beside(rows, draft, chunks)
+        for row in chunks:
+            if lengths[row] == len(self.reading[row]):
+                ids = self.reading.pop(row)
+                self._held[row] = Prompt(ids, step.logits[row, 0].clone())
+        return step
 
     def is_reading(self, prompt_ids: np.ndarray) -> bool:
         """Return whether some row is in the middle of this prompt, [tokens] int64."""
         return any(np.array_equal(ids, prompt_ids) for ids in self.reading.values())
 
-    def budget(self, num_decoding: int) -> int:
-        """Return how many tokens of prompts a step may read beside those that decode."""
-        return CHUNK if self.max_batch_tokens is None else self.max_batch_tokens - num_decoding
+    def holds(self, row: int) -> bool:
+        """Return whether a row holds a whole prompt."""
+        return row in self._held
 
-    def schedule(self, token_budget: int, num_read: np.ndarray) -> dict[int, np.ndarray]:
-        """Return the next chunk of each prompt, by row, [tokens] int64; the first read come first.
+    def holder(self, prompt_ids: Any) -> int | None:
+        """Return a row that holds these tokens as its prompt, None if there is none.
 
-        Args:
-            token_budget: Most tokens of all chunks.
-            num_read: Tokens of each row that are in the cache, [rows].
+        Layers with a window drop the end of the prompt when the text behind it has grown.
         """
-        chunks = {}
-        for row, ids in self.reading.items():
-            first = int(num_read[row])
-            chunks[row] = ids[first : first + token_budget]
-            token_budget -= len(chunks[row])
-        return chunks
+        for row, prompt in self._held.items():
+            if np.array_equal(prompt.ids, prompt_ids) and self._texts.holds(row, len(prompt_ids)):
+                return row
+        return None
 
-    def free(self, row: int) -> None:
-        """End the request of a row."""
-        self._num_done += row in self.jobs
-        by_row: tuple[dict[int, Any], ...] = self.jobs, self.alone, self.reading
-        for rows in by_row:
-            rows.pop(row, None)
+    def share(self, row: int, source: int) -> torch.Tensor:
+        """Give a free row the prompt of a row, perhaps its own; return the logits after it."""
+        prompt = self._held[source]
+        self._texts.share(row, source, len(prompt.ids))
+        self._clear(row)
+        self._held[row] = prompt
+        return prompt.logits
 
+    def forget(self, rows: Iterable[int]) -> None:
+        """Empty rows without a text."""
+        for row in rows:
+            self._held.pop(row, None)
+            if self._texts.slots.lengths[row]:
+                self._texts.free(row)
 
-def write_alone(
-    model: Any,
-    settings: dict[str, Any],
-    seed: int,
-    on_token: Callable[[], bool],
-    wanted: LogProbOptions,
-) -> tuple[list[int], LogProbs]:
-    """Return the new tokens of a request, and their log probabilities if these are wanted.
+    def renew(self) -> None:
+        """Go on with weights that may have changed.
 
-    Args:
-        model: The model.
-        settings: The arguments that `RequestBuilder.settings` returns.
-        seed: The seed of the request.
-        on_token: Called after every token; returns whether to stop.
-        wanted: The log probabilities to return.
-    """
-
-    def given_up(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.full((len(input_ids),), on_token(), device=input_ids.device)
-
-    criteria = [*(settings.get("stopping_criteria") or ()), given_up]
-    config = settings["generation_config"]
-    config.return_dict_in_generate, config.output_scores = True, wanted.of_tokens
-    own = OwnGenerators(model.device, seed)
-    with own.in_place() if _may_draw(model, settings) else nullcontext():
-        given = {**settings, "stopping_criteria": StoppingCriteriaList(criteria)}
-        output = compat.plain_generate(model, **given)
-    tokens: list[int] = output.sequences[0, settings["input_ids"].shape[1] :].tolist()
-    found = LogProbs()
-    if wanted.of_tokens:
-        beams = output.get("beam_indices", torch.zeros(1, len(tokens), dtype=torch.long))
-        chosen = zip(output.scores, beams[0, : len(tokens)].tolist(), strict=False)
-        found.add(wanted, [scores[beam] for scores, beam in chosen], tokens)
-    return tokens, found
-
-
-def _may_draw(model: Any, settings: dict[str, Any]) -> bool:
-    """Return whether a call may draw random numbers: it samples, or calls objects of a user."""
-    do_sample = settings["generation_config"].do_sample
-    if do_sample is None:
-        do_sample = model.generation_config.do_sample
-    return bool(do_sample) or any(settings.get(name) is not None for name in OBJECTS)
+        Texts go on with what they hold, which no other text may copy; prompts that are being read
+        begin again.
+        """
+        self._runner.renew()
+        self._held.clear()
+        for row, prompt_ids in list(self.reading.items()):
+            self.read(row, prompt_ids)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,88 +18,57 @@ from lookahead_hf.drafting.session import DraftSession, Limits
 from lookahead_hf.engines.cuda.decision import OnDevice, OnHost
 from lookahead_hf.engines.cuda.runner import CudaRunner
 from lookahead_hf.fallback import Unserved
-from lookahead_hf.generation.assembly import build_drafters
-from lookahead_hf.generation.decode import run
+from lookahead_hf.generation.decode import build_drafters, run
 from lookahead_hf.generation.recorder import StatsRecorder
 from lookahead_hf.generation.session import Session
 from lookahead_hf.logits.constraints import find_constraint
 from lookahead_hf.model import compat
-from lookahead_hf.model.compat.batching import RequestStatus
-from lookahead_hf.queue.engine import Engine
-from lookahead_hf.queue.prompts import Prompts
-from lookahead_hf.queue.request import KeptScores, QueuedRequest, of_prompt
-from lookahead_hf.queue.scheduler import Scheduler, write_alone
+from lookahead_hf.model.compat.generation import RequestStatus
+from lookahead_hf.queue.request import KeptScores, QueuedRequest, write_alone
+from lookahead_hf.queue.scheduler import Engine, Prompts
 from lookahead_hf.rows import Rows
+from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.processes import Processes
 from lookahead_hf.stats import SpeculativeStats
-from lookahead_hf.trace.steps import PARTS
+from lookahead_hf.trace import PARTS
 from lookahead_hf.verification.walk import Walk
 
 if TYPE_CHECKING:
     from lookahead_hf.logits.grammars import Grammar
 
 
-_PREFILL, _FORWARD = PARTS.index("prefill"), PARTS.index("forward")
-
-
 class RowTimes:
     """Time and fed tokens of the text in each row, which add up to those of the run.
 
-    The time of a forward is shared by the tokens that each row feeds, and is prefill for a row that
-    reads its prompt. Other times are shared equally among the rows that decode. If several requests
-    share a prompt, the one that read it is charged for it.
+    What a step takes is shared equally by the texts in progress. If several of them share a prompt,
+    the one that read it is charged for it.
     """
 
-    def __init__(self, num_rows: int, recorder: StatsRecorder) -> None:
-        self._recorder = recorder
-        self._spent = np.zeros((num_rows, len(PARTS)))
+    def __init__(self, recorder: StatsRecorder, runner: Runner) -> None:
+        self._recorder, self._runner = recorder, runner
+        self._spent = np.zeros((runner.num_rows, len(PARTS)))
         self._shared = np.zeros(len(PARTS))  # what of the recorder's times is in `_spent`
-        self._fed, self._fed_in_steps = np.zeros((2, num_rows), np.int64)
+        self._fed_before = np.zeros(runner.num_rows, np.int64)
 
-    @contextmanager
-    def phase(self, row: int, name: str) -> Iterator[None]:
-        """Time a block as a phase of one row alone."""
-        spent_by_all, index = self._recorder.milliseconds, PARTS.index(name)
-        before = spent_by_all[name]
-        try:
-            with self._recorder.phase(name):
-                yield
-        finally:
-            spent = spent_by_all[name] - before
-            self._spent[row, index] += spent
-            self._shared[index] += spent
+    def share(self, rows: Iterable[int]) -> None:
+        """Share what was spent since the last time among rows."""
+        rows, total = [*rows], np.array([self._recorder.milliseconds[name] for name in PARTS])
+        self._spent[rows] += (total - self._shared) / len(rows)
+        self._shared = total
 
     def read_alone(self, row: int, num_tokens: int) -> None:
         """Count the tokens of a prompt that was read outside of steps."""
-        self._fed[row] += num_tokens
-
-    def share(self, live: np.ndarray, step_tokens: np.ndarray) -> None:
-        """Share what a step took.
-
-        Args:
-            live: Rows that decoded in it, [rows] bool.
-            step_tokens: Tokens that all steps so far have fed for each row, [rows].
-        """
-        fed, self._fed_in_steps = step_tokens - self._fed_in_steps, step_tokens.copy()
-        self._fed += fed
-        total = np.array([self._recorder.milliseconds[name] for name in PARTS])
-        spent, self._shared = total - self._shared, total
-        by_tokens = fed / fed.sum()
-        equally = live / live.sum() if live.any() else by_tokens
-        of_forward = by_tokens * spent[_FORWARD]
-        spent[_FORWARD] = 0
-        self._spent += np.outer(equally, spent)
-        self._spent[:, _FORWARD] += np.where(live, of_forward, 0)
-        self._spent[:, _PREFILL] += np.where(live, 0, of_forward)
+        self._fed_before[row] -= num_tokens
 
     def of_row(self, row: int) -> dict[str, Any]:
         """Return the arguments of `StatsRecorder.of_row` that are known here."""
         milliseconds = dict(zip(PARTS, self._spent[row].tolist(), strict=True))
-        return {"milliseconds": milliseconds, "num_fed": int(self._fed[row])}
+        num_fed = int(self._runner.step_tokens[row] - self._fed_before[row])
+        return {"milliseconds": milliseconds, "num_fed": num_fed}
 
     def free(self, row: int) -> None:
         """Begin to count another text in a row."""
-        self._spent[row] = self._fed[row] = 0
+        self._spent[row], self._fed_before[row] = 0, self._runner.step_tokens[row]
 
 
 STOPPED = "the run was stopped before this request was complete"
@@ -113,7 +82,7 @@ class QueueSession(Session):
     Attributes:
         prompts: What the rows hold of prompts.
         times: The share of each request in the time of the run.
-        scheduler: The requests in progress, and the prompts that are being read.
+        jobs: The requests in progress by row.
         most_new: Most tokens that the text of each row may have, [rows] int64.
         engine: Where requests come from and results go.
         setup: What `generate` sets up for steps, undone while prompts are read alone.
@@ -122,14 +91,14 @@ class QueueSession(Session):
     verifier: Walk
     prompts: Prompts
     times: RowTimes
-    scheduler: Scheduler
+    jobs: dict[int, QueuedRequest]
     most_new: np.ndarray
     engine: Engine
     setup: ExitStack = field(default_factory=ExitStack)
 
     def start(self, stack: ExitStack) -> None:
         stack.enter_context(self.setup)
-        if self.runner.is_flat and self.scheduler.max_batch_tokens is not None:
+        if self.runner.is_flat and self.engine.max_batch_tokens is not None:
             # Only a prompt shows the layout of the cache, and the first one may be too long.
             self.prompts.take(0, self.engine.builder.trial(), self._set_up)
             self.prompts.forget([0])
@@ -139,19 +108,10 @@ class QueueSession(Session):
         if self.engine.pauses():
             self.prompts.renew()
         self._free_cancelled()
-        stops = self.engine.stops()
-        for row, job in list(self.scheduler.jobs.items()):
-            if row not in self.scheduler.alone:
-                self._pass_on(row, job)
-        if not stops:
-            self._fill()
-            while (due := self.scheduler.next_alone()) is not None and not self.engine.stops():
-                self._alone(due)
-                self._fill()
-            stops = self.engine.stops()
-        if self.engine.progress is not None:
-            self.engine.progress.show(int(self.rows.live.sum()))
-        if stops or not self.scheduler.jobs:
+        for row, job in list(self.jobs.items()):
+            self._pass_on(row, job)
+        self._fill()
+        if self.engine.stops() or not self.jobs:
             return False
         with self.stats.phase("draft"):
             self.drafts.begin(self.rows)
@@ -166,70 +126,56 @@ class QueueSession(Session):
     def observe(self, draft: DraftTree, step: Any, verdict: Verdict) -> None:
         """Learn from a committed step, and share its time among the requests."""
         Session.observe(self, draft, step, verdict)
-        self.times.share(verdict.live, self.runner.step_tokens)
-
-    def _has(self, row: int, job: QueuedRequest) -> bool:
-        """Return whether a row is still a request's."""
-        return self.scheduler.jobs.get(row) is job
+        self.times.share(self.jobs)
 
     def _free_cancelled(self) -> None:
         """Free the rows of requests that were cancelled."""
-        cancelled = self.engine.cancelled()
-        for row, job in list(self.scheduler.jobs.items()):
-            if job.is_among(cancelled):
+        for row, job in list(self.jobs.items()):
+            if job.is_cancelled:
                 self._free(row)
 
     def _fill(self) -> None:
         """Give free rows to the requests that wait."""
-        free = sorted(self.scheduler.free_rows, key=self.prompts.holds)
+        rows = (row for row in range(self.rows.num_rows) if row not in self.jobs)
+        free = sorted(rows, key=self.prompts.holds)
         while free and not self.engine.stops():
-            job = self.scheduler.next_job()
+            job = self.engine.take()
             if job is None:
                 break
             holder = self.prompts.holder(job.state.initial_tokens)
             row = holder if holder in free else free[0]
             free.remove(row)
             job.state.status = RequestStatus.PREFILLING
-            self.scheduler.jobs[row] = job
+            self.jobs[row] = job
             self._advance(row, job)
-            if row not in self.scheduler.jobs:  # its text has ended at once
+            if row not in self.jobs:  # its text has ended at once
                 free.append(row)
         self.prompts.forget(free)
 
     def _advance(self, row: int, job: QueuedRequest) -> None:
         """Go on with the prompt of a request; if that fails, the request alone fails."""
         try:
-            with self.times.phase(row, "prefill"):
+            with self.stats.phase("prefill"):
                 self._prefill(row, job)
         except Unserved as unserved:
-            self._put_aside(row, job, unserved)
+            self._alone(row, job, unserved)
         except Exception as error:
             self._fail(row, job, error)
         else:
             if job.state.status is RequestStatus.DECODING:
-                with self.times.phase(row, "draft"):
+                with self.stats.phase("draft"):
                     self.drafts.begin_row(self.rows, row)
+                self.times.share([row])
                 self._pass_on(row, job)
-
-    def _put_aside(self, row: int, job: QueuedRequest, unserved: Unserved) -> None:
-        """Report that plain `generate` writes a text; fail it if that is to be an error."""
-        on_fallback = self.engine.builder.request.config.on_fallback
-        try:
-            fallback.report(self.engine.model, unserved, on_fallback)
-        except Exception as error:
-            self._fail(row, job, error)
-        else:
-            self.scheduler.put_aside(row, unserved)
 
     def _prefill(self, row: int, job: QueuedRequest) -> None:
         """Let a row decode once its prompt was read, which may take several steps."""
         if job.call is None:
             builder = self.engine.builder
-            job.wanted = builder.wanted(job)
-            self._read_log_probs(job)
+            job.num_top = builder.num_top(job)
             job.call = builder.call(job)
             job.constraint = find_constraint(job.call.processors, 1)
-            job.rules = builder.rules(job.call, job.seed, job.wanted.of_tokens)
+            job.rules = builder.rules(job.call, job.seed, job.num_top is not None)
             self.runner.make_room(int(job.call.generation_config.max_length))
         ids = job.call.input_ids[0].cpu().numpy()
         logits = self._after_prompt(row, job.call, ids)
@@ -241,21 +187,13 @@ class QueueSession(Session):
         self.most_new[row] = job.call.num_draftable
         self.verifier.take(self.rows, row, job.rules, logits)
 
-    def _read_log_probs(self, job: QueuedRequest) -> None:
-        """Let the model read a prompt on its own, if the log probabilities there are wanted."""
-        builder = self.engine.builder
-        if job.wanted.of_prompt:
-            self.setup.close()
-            ids = builder.settings(job)["input_ids"]
-            job.log_probs.of_prompt = of_prompt(builder.model, ids)
-
     def _after_prompt(self, row: int, call: PreparedCall, ids: np.ndarray) -> torch.Tensor | None:
         """Return logits after a prompt, [tokens], as [vocab]; None while it is being read."""
         prompts = self.prompts
         holder = prompts.holder(ids)
         if holder is not None:
             return prompts.share(row, holder)
-        if self.scheduler.is_reading(ids):
+        if prompts.is_reading(ids):
             return None
         if prompts.reads_in_chunks(ids, bool(self.rows.live.any())):
             prompts.read(row, ids)
@@ -265,34 +203,35 @@ class QueueSession(Session):
         return prompts.take(row, call, self._set_up)
 
     def _set_up(self) -> None:
-        self.setup.enter_context(compat.set_up_for_decoding(self.engine.model))
+        self.setup.enter_context(compat.set_up_for_decoding(self.engine.builder.model))
 
-    def _alone(self, row: int) -> None:
+    def _alone(self, row: int, job: QueuedRequest, unserved: Unserved) -> None:
         """Let plain `generate` write a text that cannot be decoded together with others."""
-        job, (unserved, _) = self.scheduler.jobs[row], self.scheduler.alone[row]
 
         def on_token() -> bool:
             self._note_tokens(job, 1)
-            self._free_cancelled()
-            return not self._has(row, job) or self.engine.stops()
+            return job.is_cancelled or self.engine.stops()
 
+        builder, state = self.engine.builder, job.state
         self.setup.close()
         try:
-            builder = self.engine.builder
-            given = builder.settings(job), job.seed, on_token, job.wanted
-            tokens, found = write_alone(self.engine.model, *given)
+            fallback.report(builder.model, unserved, builder.request.config.on_fallback)
+            if job.num_top is not None:
+                raise ValueError(
+                    f"a text that is written alone ({unserved.reason}) has no logprobs"
+                )
+            tokens = write_alone(builder.model, builder.settings(job), job.seed, on_token)
             if self.engine.stops():
                 raise RuntimeError(STOPPED)
         except Exception as error:
-            if self._has(row, job):  # not cancelled
-                self._fail(row, job, error)
+            self._fail(row, job, error)
             return
-        if self._has(row, job):
-            job.state.generated_tokens = tokens
-            job.log_probs = replace(found, of_prompt=job.log_probs.of_prompt)
-            if (times := job.state.timestamps) is not None:
-                del times[len(tokens) :]  # beams may go on after the best has ended
-            self._finish(row, job, SpeculativeStats(fallback_reason=unserved.reason))
+        finally:
+            self._set_up()
+        state.generated_tokens = tokens
+        if state.timestamps is not None:
+            del state.timestamps[len(tokens) :]  # beams may go on after the best has ended
+        self._finish(row, job, SpeculativeStats(fallback_reason=unserved.reason))
 
     def _pass_on(self, row: int, job: QueuedRequest) -> None:
         """Pass on the tokens of the latest step, and free the row if its text has ended.
@@ -311,12 +250,13 @@ class QueueSession(Session):
         state.generated_tokens += new
         outputs = self.verifier.rules_of(row).emitter.outputs
         if isinstance(outputs, KeptScores):
-            job.log_probs.add(job.wanted, outputs.take(), new)
+            job.log_probs.add(job.num_top or 0, outputs.take(), new)
         self._note_tokens(job, len(new))
         if self.rows.finished[row]:
             state.generated_tokens = emitted.tolist()  # a processor may have edited earlier ones
-            with self.times.phase(row, "draft"):
+            with self.stats.phase("draft"):
                 self.drafts.end_row(self.rows, row)
+            self.times.share([row])
             record = self.stats.of_row(
                 self.rows,
                 row,
@@ -332,25 +272,25 @@ class QueueSession(Session):
 
     def _note_tokens(self, job: QueuedRequest, count: int) -> None:
         """Note that a text has so many new tokens."""
-        if self.engine.progress is not None:
-            self.engine.progress.emitted(count)
         if (times := job.state.timestamps) is not None:
             times += [time.perf_counter()] * count
 
     def _finish(self, row: int, job: QueuedRequest, stats: SpeculativeStats) -> None:
-        self._free(row)
         job.state.status = RequestStatus.FINISHED
         self.engine.deliver(job, stats)
+        self._free(row)
 
     def _fail(self, row: int, job: QueuedRequest, error: BaseException) -> None:
-        self._free(row)
         job.state.error = f"{type(error).__name__}: {error}"
         job.state.status = RequestStatus.FAILED
         self.engine.deliver(job)
+        self._free(row)
 
     def _free(self, row: int) -> None:
         self.most_new[row] = 0
-        for part in (self.scheduler, self.rows, self.verifier, self.stats, self.times):
+        self.engine.release(self.jobs.pop(row))
+        self.prompts.reading.pop(row, None)
+        for part in (self.rows, self.verifier, self.stats, self.times):
             part.free(row)
 
     def output(self) -> None:
@@ -361,13 +301,12 @@ class QueueSession(Session):
     ) -> None:
         self.runner.end()
         self.drafts.end(self.rows)
-        for row, job in list(self.scheduler.jobs.items()):
+        for row, job in list(self.jobs.items()):
             self._fail(row, job, error or RuntimeError(STOPPED))
 
 
 def decode(engine: Engine) -> None:
     """Decode until no request waits, or the run stops."""
-    engine.cancelled()  # ids that nobody has any more
     with torch.no_grad():
         while engine.waiting and not engine.stops():
             run(new_session(engine))
@@ -383,10 +322,10 @@ def new_session(engine: Engine) -> QueueSession:
     model, request = builder.model, builder.request
     do_sample = bool(builder.generation_config.do_sample)
     rows, most_new = Rows.without_texts(num_rows), np.zeros(num_rows, np.int64)
-    scheduler = Scheduler(num_rows, engine.take, engine.max_batch_tokens)
+    jobs: dict[int, QueuedRequest] = {}
 
     def grammar_of(row: int) -> Grammar | None:
-        job = scheduler.jobs.get(row)
+        job = jobs.get(row)
         return None if job is None or job.constraint is None else job.constraint.shadow(0)
 
     runner = builder.runner(num_rows, engine.max_batch_tokens)
@@ -404,11 +343,11 @@ def new_session(engine: Engine) -> QueueSession:
         drafts=drafts,
         runner=runner,
         verifier=Walk(),
-        prompts=Prompts(runner, scheduler),
+        prompts=Prompts(runner, engine.max_batch_tokens),
         processes=Processes(),
         stats=stats,
-        times=RowTimes(num_rows, stats),
-        scheduler=scheduler,
+        times=RowTimes(stats, runner),
+        jobs=jobs,
         most_new=most_new,
         engine=engine,
     )

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lookahead_hf.runner.transfer import pinned
+from lookahead_hf.runner.outputs import pinned
 
 _LOCK = threading.Lock()
 """Held while a default generator is read and moved."""

@@ -1,4 +1,4 @@
-"""Traces of calls that are not speculated, and of drafts that another process made."""
+"""Traces, also of drafts that another process made."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from lookahead_hf import SpeculativeConfig
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.generation.recorder import OTHER_PROCESS, Tracer
 from lookahead_hf.rows import Rows
-from lookahead_hf.trace import Trace
-from lookahead_hf.trace.steps import PARTS
+from lookahead_hf.trace import PARTS, Trace
 from tests.helpers.models import prompt, tiny
 
 

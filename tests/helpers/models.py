@@ -33,7 +33,7 @@ _COMMON = {
     **IDS,
     "hidden_size": 48,
     "intermediate_size": 96,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
@@ -41,12 +41,11 @@ _COMMON = {
 }
 _GPT2 = {
     **IDS,
-    **{"n_embd": 48, "n_layer": 4, "n_head": 4, "n_positions": 512},
+    **{"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 512},
     "tie_word_embeddings": False,
 }
 _TWO_KINDS = {
     **_COMMON,
-    "num_hidden_layers": 2,
     "layer_types": ["sliding_attention", "full_attention"],
     "sliding_window": 6,
     "head_dim": 12,
@@ -55,10 +54,10 @@ _SHARED = {
     **{**_COMMON, "hidden_size": 32, "head_dim": 12, "sliding_window": 8},
     **{"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8},
     **{"num_kv_shared_layers": 2, "activation_sparsity_pattern": None},
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    **{"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
 }
 _FEW_EXPERTS = {
-    **{**_COMMON, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+    **{**_COMMON, "hidden_size": 32, "intermediate_size": 48},
     **{"moe_intermediate_size": 16, "num_experts_per_tok": 2},
 }
 _T5 = {
@@ -102,7 +101,7 @@ _FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **_COMMON,
             "sliding_window": 8,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "layer_types": ["sliding_attention", "full_attention"],
             "head_dim": 12,
             "query_pre_attn_scalar": 12,
         },

@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lookahead_hf import SpeculativeConfig
-from lookahead_hf.tools.serving.limits import USUAL, Limits
+from lookahead_hf.tools.serving.fields import USUAL, Limits
 from tests.helpers.tiny_chat import save_tiny_chat
 
 
@@ -70,8 +70,8 @@ class Served:
 
     def wait_until_idle(self) -> None:
         """Return when everything that was submitted to the model's thread is done."""
-        for manager in self.server._generation_state._generate_managers.values():
-            manager.submit(lambda: None).result(60)
+        manager = self.server._generation_state.get_manager(self.folder)
+        manager.submit(lambda: None).result(60)
 
 
 def joined(chunks: Iterable[Any]) -> str:

@@ -26,7 +26,6 @@ from lookahead_hf.model.state import return_memory
 from lookahead_hf.ngram_pool import NgramPool
 from tests.helpers.compiled import in_threads
 from tests.helpers.models import prompt, tiny
-from tests.helpers.real_texts import encode, load_real_model, texts
 from tests.helpers.requests import prompts, settings
 
 NAMES = ("llama", "qwen3", "mistral", "gemma3", "gpt2")
@@ -47,16 +46,13 @@ class Soak:
         self._random, self._seconds = random.Random(0), seconds
         self._models = [lookahead_hf.enable(tiny(name)) for name in NAMES]
         self._pool = NgramPool(max_tokens=4096)
-        self._real, self._tokenizer = load_real_model(torch.bfloat16)
-        self._texts = texts(per_family=1, longest=400)
         self.num_calls, self.num_accepted = 0, 0
         self.sizes: list[tuple[int, int]] = []  # calls so far and resident bytes, now and then
 
     def run(self) -> None:
         """Make calls until the time is over."""
         kinds: list[Callable[[], None]] = [self._alone] * 24
-        kinds += [self._together, self._in_threads, self._dropped, self._for_a_block] * 2
-        kinds += [self._on_the_real_model]
+        kinds += [self._together, self._in_threads, self._dropped] * 2
         end = time.monotonic() + self._seconds
         while time.monotonic() < end:
             for kind in self._random.sample(kinds, 8):
@@ -107,15 +103,6 @@ class Soak:
 
     def _dropped(self) -> None:
         self._alone(lookahead_hf.enable(tiny(self._random.choice(NAMES))))
-
-    def _for_a_block(self) -> None:
-        with lookahead_hf.enabled(tiny("llama")) as model:
-            self._alone(model)
-
-    def _on_the_real_model(self) -> None:
-        inputs = encode(self._tokenizer, [self._random.choice(self._texts)])
-        mask = inputs["attention_mask"]
-        self._call(self._real, inputs["input_ids"], attention_mask=mask, max_new_tokens=16)
 
 
 def main(seconds: float) -> None:

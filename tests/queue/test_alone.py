@@ -10,7 +10,6 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import lookahead_hf
-from lookahead_hf.queue import scheduler
 from tests.helpers import models
 from tests.helpers.requests import (
     DRAFTED,
@@ -63,26 +62,6 @@ def test_what_generate_would_return_does_not_matter(model: Any) -> None:
     speculated([found["row"]])
 
 
-@pytest.mark.parametrize(("most", "place"), [(64, 4), (1, 1)])
-def test_others_come_first(
-    model: Any, most: int, place: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Unless too many of them have overtaken such a text."""
-    monkeypatch.setattr(scheduler, "MOST_OVERTAKING", most)
-    config, texts = settings(model, max_new_tokens=8), prompts(5, longest=9)
-    manager = model.init_continuous_batching(config, max_slots=2)
-    for number, text in enumerate(texts):
-        manager.add_request(text, request_id=str(number), **({} if number else LONG))
-    manager.start()
-    try:
-        found = results(manager, 5)
-    finally:
-        manager.stop(hard_stop=True)
-    assert list(found).index("0") == place
-    assert found["0"].generated_tokens == alone(model, texts[0], settings(model, **LONG))
-    speculated(found[str(number)] for number in range(1, 5))
-
-
 def test_a_cancelled_text_ends_and_other_requests_go_on(model: Any) -> None:
     config, texts, waits = settings(model), prompts(3, longest=9), Waits()
     given = {"logits_processor": LogitsProcessorList([waits])}
@@ -112,40 +91,6 @@ def test_a_hard_stop_ends_the_text(model: Any) -> None:
         found = results(manager, 2)
     assert waits.calls == 1
     assert all("stopped before" in output.error for output in found.values())
-
-
-def test_a_greedy_text_leaves_the_default_generator_alone(model: Any) -> None:
-    def draw(*_: Any) -> None:
-        torch.rand(())
-
-    config, (text,) = settings(model), prompts(1, longest=9)
-    with running(model, config) as manager:
-        torch.manual_seed(5)
-        hook = model.register_forward_pre_hook(draw)
-        manager.add_request(text, request_id="alone", **LONG)
-        found = results(manager, 1)
-        hook.remove()
-    drawn = torch.rand(())
-    torch.manual_seed(5)
-    assert found["alone"].speculative_stats.fallback_reason is not None
-    assert drawn != torch.rand(())  # what was drawn meanwhile was not taken back
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_what_waits_fails_when_a_processor_ends_the_thread(model: Any) -> None:
-    class Exits(LogitsProcessor):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            assert waits.goes_on.wait(WAIT)
-            raise SystemExit
-
-    config, texts, waits = settings(model), prompts(2), Waits()
-    with running(model, config, max_slots=1) as manager:
-        given = {"logits_processor": LogitsProcessorList([Exits()])}
-        manager.add_request(texts[0], request_id="exits", **given)
-        manager.add_request(texts[1], request_id="waits")
-        waits.goes_on.set()
-        found = results(manager, 2)
-    assert all(output.error is not None for output in found.values())
 
 
 def test_who_queues_such_a_text_is_warned_once(model: Any) -> None:

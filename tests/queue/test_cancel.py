@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 
 import lookahead_hf
 from lookahead_hf.queue import scheduler
-from lookahead_hf.queue.prompts import Prompts
+from lookahead_hf.queue.scheduler import Prompts
 from lookahead_hf.queue.session import QueueSession
 from tests.helpers import models
 from tests.helpers.requests import (
@@ -156,24 +155,6 @@ def test_an_id_that_is_used_again_while_its_text_is_written_is_answered(
     speculated([found])
 
 
-@pytest.mark.parametrize("cancelled", ["many", "many__child#0"], ids=["request", "text"])
-def test_only_texts_that_were_added_before_are_dropped_by_their_id(
-    model: Any, cancelled: str
-) -> None:
-    config = settings(model, do_sample=True, num_return_sequences=2)
-    manager = model.init_continuous_batching(config, seeded())
-    engine, heard = manager.engine, []
-    engine.hand_out = lambda output: heard.append(output) or True
-    manager.add_request([5], request_id="many")
-    before = engine.waiting[0]
-    engine.cancel(cancelled)
-    manager.add_request([6], request_id="many")
-    engine.deliver(before)
-    engine.deliver(engine.waiting[-2])
-    assert [output.prompt_ids for output in heard] == [[6]]
-    assert engine.cancelled() == {cancelled: 2}
-
-
 def test_a_handler_hears_of_the_request_that_it_was_registered_for(model: Any) -> None:
     config, (old, new) = settings(model, max_new_tokens=4), prompts(2)
     heard: list[Any] = []
@@ -193,24 +174,3 @@ def test_a_handler_hears_of_the_request_that_it_was_registered_for(model: Any) -
         asyncio.run(asyncio.wait_for(ask(manager), WAIT))
         assert not manager._handlers
     assert [output.generated_tokens for output in heard] == [alone(model, new, config)]
-
-
-def test_an_idle_manager_forgets_what_was_cancelled(model: Any) -> None:
-    with running(model, settings(model)) as manager:
-        for number in range(100):
-            manager.cancel_request(f"unknown {number}")
-        begin = time.monotonic()
-        while manager.engine._cancelled and time.monotonic() < begin + WAIT:
-            time.sleep(0.01)
-        assert not manager.engine._cancelled
-
-
-def test_an_id_may_be_any_hashable_object(model: Any) -> None:
-    config, (text,) = settings(model), prompts(1)
-    with running(model, config) as manager:
-        with pytest.raises(TypeError, match="a list is not: pass a str"):
-            manager.add_request(text, request_id=["a"])
-        manager.add_request(text, request_id=7)
-        manager.cancel_request("other")
-        found = results(manager, 1)[7]
-    assert found.generated_tokens == alone(model, text, config)

@@ -14,7 +14,6 @@ from transformers import StoppingCriteriaList, StopStringCriteria
 
 import lookahead_hf
 from lookahead_hf.queue import scheduler
-from lookahead_hf.stats import SourceStats
 from tests.helpers import models, random_calls, requests
 from tests.helpers.requests import DRAFTED, alone, prompts, seeded, settings, speculated
 
@@ -28,7 +27,7 @@ def model(request: pytest.FixtureRequest) -> Any:
     "sampling", [{}, {"do_sample": True, "temperature": 0.7, "top_k": 0}], ids=["greedy", "sampled"]
 )
 def test_every_text_is_that_of_its_prompt_alone(model: Any, sampling: dict[str, Any]) -> None:
-    texts, config = prompts(9), settings(model, eos_token_id=[5, 40], **sampling)
+    texts, config = prompts(9), settings(model, eos_token_id=[8, 85], **sampling)
     found = model.generate_batch(texts, config, seeded(), speculative=DRAFTED, max_slots=3)
     expected = [alone(model, text, config, index) for index, text in enumerate(texts)]
     assert [output.generated_tokens for output in found.values()] == expected
@@ -84,22 +83,6 @@ def test_the_default_of_an_enabled_model_decides() -> None:
     assert "generate_batch" not in vars(model)
 
 
-def test_a_request_knows_who_foresaw_its_tokens() -> None:
-    model = lookahead_hf.enable(models.tiny("llama"))
-    config = lookahead_hf.SpeculativeConfig(drafters=("ngram",), budget=6)
-    found = model.generate_batch(prompts(5), settings(model), speculative=config, max_slots=2)
-    for stats in speculated(found.values()):
-        counts = stats.num_drafted, stats.num_accepted, stats.num_accepted
-        assert stats.per_source == {"ngram": SourceStats(*counts)}
-
-
-def test_half_precision_decodes_to_the_end() -> None:
-    model = lookahead_hf.enable(models.tiny("llama").to(torch.bfloat16))
-    found = model.generate_batch(prompts(5), settings(model), speculative=DRAFTED, max_slots=2)
-    assert [len(output.generated_tokens) for output in found.values()] == [24] * 5
-    speculated(found.values())
-
-
 @pytest.mark.parametrize("of_model", [False, True])
 def test_stop_strings_end_texts(
     model: Any, of_model: bool, monkeypatch: pytest.MonkeyPatch
@@ -120,58 +103,6 @@ def test_stop_strings_end_texts(
     assert [output.generated_tokens for output in found.values()] == expected
     assert expected != longest
     speculated(found.values())
-
-
-def test_a_requests_own_stop_strings_come_first(model: Any) -> None:
-    """As in plain generation, where its criterion takes the place of the settings'."""
-    characters, (text,) = random_calls.tokenizer(), prompts(1)
-    tokens = alone(model, text, settings(model))
-    early, late = (characters.decode(tokens[at : at + 1]) for at in (2, 12))
-    config = settings(model, stop_strings=[early])
-    given = {"stopping_criteria": StoppingCriteriaList([StopStringCriteria(characters, [late])])}
-    manager = model.init_continuous_batching(
-        config, seeded(), speculative=DRAFTED, tokenizer=characters
-    )
-    manager.start()
-    try:
-        manager.add_request(text, **given)
-        output = manager.get_result(timeout=requests.WAIT)
-    finally:
-        manager.stop(hard_stop=True)
-    assert output.generated_tokens == alone(model, text, config, tokenizer=characters, **given)
-    speculated([output])
-
-
-def test_texts_with_seeds_of_their_own(model: Any) -> None:
-    """They do not depend on what is decoded beside them, nor on their number in the call."""
-    texts, config = prompts(5), settings(model, do_sample=True, temperature=0.7, top_k=0)
-    seeds = [31, 0, 2**32 - 1, 7, 31]
-    expected = []
-    for text, seed in zip(texts, seeds, strict=True):
-        torch.manual_seed(seed)
-        ids = torch.tensor([text])
-        out = model.generate(ids, generation_config=config, attention_mask=torch.ones_like(ids))
-        expected.append(out[0, len(text) :].tolist())
-    for order in (range(5), (3, 1), (4, 0, 2)):
-        given = {"seeds": [seeds[each] for each in order], "speculative": DRAFTED, "max_slots": 2}
-        found = model.generate_batch([texts[each] for each in order], config, **given)
-        assert [out.generated_tokens for out in found.values()] == [expected[n] for n in order]
-        speculated(found.values())
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"seeds": [1], "speculative": True}, "holds 1 seeds, but 2 texts: pass one for each"),
-        ({"seeds": [1, -1], "speculative": True}, "each of seeds is -1"),
-        ({"seeds": [1, 2]}, "seeds= needs speculation"),
-    ],
-)
-def test_seeds_that_do_not_suit(model: Any, given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        model.generate_batch(prompts(2), settings(model), **given)
-    with pytest.raises(ValueError, match="generate_batch alone takes them"):
-        model.init_continuous_batching(settings(model), seeds=[1], speculative=True)
 
 
 def test_seeds_of_a_run_differ() -> None:
@@ -207,6 +138,19 @@ def test_requests_with_settings_of_their_own(model: Any) -> None:
     speculated(outputs)
 
 
+def test_a_requests_own_stop_strings_come_first(model: Any) -> None:
+    """As in plain generation, where its criterion takes the place of the settings'."""
+    characters, (text,) = random_calls.tokenizer(), prompts(1)
+    tokens = alone(model, text, settings(model))
+    early, late = (characters.decode(tokens[at : at + 1]) for at in (2, 12))
+    config = settings(model, stop_strings=[early])
+    own = {"stopping_criteria": StoppingCriteriaList([StopStringCriteria(characters, [late])])}
+    given = {"speculative": DRAFTED, "tokenizer": characters}
+    (output,) = model.generate_batch([{"input_ids": text, **own}], config, **given).values()
+    assert output.generated_tokens == alone(model, text, config, tokenizer=characters, **own)
+    speculated([output])
+
+
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
@@ -217,3 +161,5 @@ def test_requests_with_settings_of_their_own(model: Any) -> None:
 def test_requests_that_cannot_be_told_apart(model: Any, wrong: Any, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         model.generate_batch(wrong, settings(model), speculative=DRAFTED)
+    with pytest.raises(ValueError, match="knows no requests with settings of their own"):
+        model.generate_batch(wrong, settings(model), speculative=False)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,48 +14,6 @@ from tests.helpers.models import prompt
 from tests.helpers.requests import DRAFTED, WAIT, alone, prompts, running, settings, speculated
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def taken() -> Iterator[Callable[[], None]]:
-    """Until this is called, the default generators are those of another thread's text."""
-    begun, goes_on = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with OwnGenerators(CPU, 1).in_place():
-            begun.set()
-            goes_on.wait(WAIT)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    assert begun.wait(WAIT)
-
-    def free() -> None:
-        goes_on.set()
-        thread.join(WAIT)
-
-    yield free
-    free()
-
-
-def test_a_text_waits_while_another_has_the_generators(taken: Callable[[], None]) -> None:
-    own, found = OwnGenerators(CPU, 7), list[torch.Tensor]()
-    thread = threading.Thread(target=lambda: found.append(_drawn(own)))
-    thread.start()
-    thread.join(0.05)
-    assert not found
-    taken()
-    thread.join(WAIT)
-    before = torch.get_rng_state()
-    found.append(_drawn(own))  # goes on where it was
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.manual_seed(7)
-    assert all(torch.equal(each, torch.rand(3)) for each in found)
-
-
-def _drawn(own: OwnGenerators) -> torch.Tensor:
-    with own.in_place():
-        return torch.rand(3)
 
 
 def test_a_text_within_a_text_has_numbers_of_its_own() -> None:

@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from tqdm import tqdm
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 import lookahead_hf
 from lookahead_hf.ngram_pool import NgramPool
-from lookahead_hf.queue import engine, scheduler
 from lookahead_hf.queue import manager as managers
+from lookahead_hf.queue import scheduler
 from tests.helpers import architectures, models
 from tests.helpers.requests import (
     DRAFTED,
@@ -61,36 +60,6 @@ def test_what_ends_a_text_comes_in_any_form(model: Any, kind: Any) -> None:
     speculated(found.values())
 
 
-@pytest.mark.filterwarnings("ignore:.*runs plain generate")
-def test_another_way_of_decoding_is_plain_generates(model: Any) -> None:
-    config, (text,) = settings(model, eos_token_id=[*range(3, 60)]), prompts(1)
-    with running(model, config) as manager:
-        manager.add_request(text, request_id="beams", num_beams=3, record_timestamps=True)
-        manager.add_request(text, request_id="contrastive", penalty_alpha=0.5, top_k=4)
-        manager.add_request(text, request_id="texts", num_return_sequences=2)
-        found = results(manager, 3)
-    expected = alone(model, text, settings(model, num_beams=3, eos_token_id=[*range(3, 60)]))
-    assert found["beams"].generated_tokens == expected
-    assert found["beams"].speculative_stats.fallback_reason == "beams"
-    assert len(found["beams"].timestamps) == len(expected)
-    assert "Contrastive Search" in found["contrastive"].error
-    assert "the same for all requests of a run" in found["texts"].error
-
-
-def test_what_fails_in_one_request_fails_that_request(model: Any) -> None:
-    config, texts = settings(model), prompts(5)
-    own = [{}, broken_after(len(texts[1]) + 4), {}, {"no_such_setting": 1}, broken_after(0)]
-    with running(model, config, max_slots=3) as manager:
-        names = [manager.add_request(text, **each) for text, each in zip(texts, own, strict=True)]
-        found = results(manager, len(texts))
-    for index in (0, 2):
-        assert found[names[index]].generated_tokens == alone(model, texts[index], config)
-    speculated([found[names[0]], found[names[2]]])
-    assert "a callback that fails" in found[names[1]].error
-    assert "no_such_setting" in found[names[3]].error
-    assert found[names[4]].error is not None
-
-
 def test_what_cannot_be_copied_for_every_text_is_an_error(model: Any) -> None:
     config = settings(model, do_sample=True, num_return_sequences=2)
     (text,) = prompts(1)
@@ -102,17 +71,6 @@ def test_what_cannot_be_copied_for_every_text_is_an_error(model: Any) -> None:
     for index, name in enumerate(("whole__child#0", "whole")):
         assert found[name].generated_tokens == alone(model, text, config, index)
     speculated(found.values())
-
-
-def test_a_request_longer_than_the_room_is_refused(model: Any) -> None:
-    config, (text,) = settings(model, max_new_tokens=10), prompts(1, longest=1)
-    given = {"speculative": DRAFTED, "max_slots": 2}
-    found = model.generate_batch([text, text * 12], config, max_tokens=40, **given)
-    assert found["req_0"].generated_tokens == alone(model, text, config)
-    assert "12 tokens and up to 10 new ones need more than the 20" in found["req_1"].error
-    for wrong in ({"max_slots": 0}, {"max_slots": 4, "max_tokens": 3}):
-        with pytest.raises(ValueError, match="must be an int in"):
-            model.init_continuous_batching(config, speculative=DRAFTED, **wrong)
 
 
 def test_stopping_in_the_middle_gives_up_what_is_left(model: Any) -> None:
@@ -132,19 +90,6 @@ def test_stopping_in_the_middle_gives_up_what_is_left(model: Any) -> None:
     name = manager.add_request(prompts(1)[0], max_new_tokens=4)
     assert len(results(manager, 2)[name].generated_tokens) == 4
     manager.destroy()
-
-
-def test_flushing_decodes_what_is_left(model: Any) -> None:
-    config, texts = settings(model), prompts(5)
-    manager = model.init_continuous_batching(config, seeded(), max_slots=2)
-    manager.start()
-    names = manager.add_requests(texts, max_new_tokens=24)
-    manager.stop()
-    found = list(manager)
-    assert len(found) == len(names)
-    for output in found:
-        text = texts[names.index(output.request_id)]
-        assert output.generated_tokens == alone(model, text, config)
 
 
 def test_a_pause_keeps_what_is_in_progress(model: Any) -> None:
@@ -180,23 +125,22 @@ def test_handlers_that_are_gone_hold_nobody_up(
     assert not manager._handlers and manager.get_result() is None
 
 
-def test_a_cancelled_request_leaves_no_handler(model: Any) -> None:
-    async def ask(manager: Any) -> None:
-        for name in ("mine", "other"):
-            manager.register_result_handler(name, heard.append)
-            manager.add_request(text, request_id=name, streaming=name == "mine")
-        while not heard:
-            await asyncio.sleep(0.001)
-        manager.cancel_request("mine")
-        while heard[-1].request_id != "other":
-            await asyncio.sleep(0.001)
-
-    config, (text,), heard = settings(model, max_new_tokens=400), prompts(1), []
-    with running(model, config, max_slots=1) as manager:
-        asyncio.run(asyncio.wait_for(ask(manager), WAIT))
-        assert not manager._handlers
-        assert manager.get_result(timeout=0) is None
-    assert not any(output.is_finished() for output in heard[:-1])
+def test_what_fails_in_one_request_fails_that_request(model: Any) -> None:
+    """And a run that is stopped decodes what waits."""
+    config, texts = settings(model), prompts(5)
+    own = [{}, {"no_such_setting": 1}, broken_after(0), {"num_return_sequences": 2}, {}]
+    manager = model.init_continuous_batching(config, seeded(), max_slots=3)
+    manager.start()
+    for name, text, each in zip("abcde", texts, own, strict=True):
+        manager.add_request(text, request_id=name, **each)
+    manager.stop()
+    found = {output.request_id: output for output in manager}
+    for name, text in (("a", texts[0]), ("e", texts[4])):
+        assert found[name].generated_tokens == alone(model, text, config)
+    speculated([found["a"], found["e"]])
+    errors = ("no_such_setting", "a callback that fails", "the same for all requests of a run")
+    for name, error in zip("bcd", errors, strict=True):
+        assert error in found[name].error
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -232,14 +176,7 @@ def test_arrivals_cancellations_and_failures_in_any_order(
     speculated(found.values())
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let whoever waits for room in a queue for some time wait a millisecond."""
-    monkeypatch.setattr(managers, "ROOM_SECONDS", 0.001)
-
-
-@pytest.mark.usefixtures("impatient")
-def test_who_waits_for_room_waits_as_long_as_the_run_goes_on(model: Any) -> None:
+def test_who_finds_no_room_waits_for_some_time(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config, texts, small = settings(model), prompts(5), {"max_queue_size": 1}
     with running(model, config, max_slots=1, **small) as manager:
         names = manager.add_requests(texts)
@@ -247,9 +184,10 @@ def test_who_waits_for_room_waits_as_long_as_the_run_goes_on(model: Any) -> None
     assert [found[name].generated_tokens for name in names] == [
         alone(model, text, config) for text in texts
     ]
+    monkeypatch.setattr(managers, "ROOM_SECONDS", 0.001)
     manager = model.init_continuous_batching(config, seeded(**small))
     manager.add_request(texts[0])
-    with pytest.raises(queue.Full):  # nobody would make room
+    with pytest.raises(queue.Full):
         manager.add_request(texts[1])
 
 
@@ -278,21 +216,6 @@ def test_what_waits_for_room_is_not_added_to_a_run_that_has_ended(model: Any) ->
     assert refused
 
 
-@pytest.mark.usefixtures("impatient")
-def test_a_criterion_that_adds_requests_does_not_wait_for_itself(model: Any) -> None:
-    def adds(input_ids: torch.Tensor, scores: Any, **more: Any) -> torch.Tensor:
-        manager.add_request(text)
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-    config, (text,) = settings(model), prompts(1)
-    with running(model, config, max_slots=1, max_queue_size=1) as manager:
-        manager.add_request(text, request_id="adds", stopping_criteria=[adds])
-        found = results(manager, 2)
-    assert "Full" in found["adds"].error
-    assert found["req_0"].generated_tokens == alone(model, text, config)
-    speculated([found["req_0"]])
-
-
 def test_requests_draft_from_each_other_if_they_may_learn(model: Any) -> None:
     texts = [prompts(1)[0]] * 6
     pools = {learn: NgramPool() for learn in (True, False)}
@@ -305,19 +228,6 @@ def test_requests_draft_from_each_other_if_they_may_learn(model: Any) -> None:
         assert (sum(each.num_accepted for each in stats) > 0) is learn
         if learn:  # what ended first helps what began later
             assert stats[-1].num_steps < stats[0].num_steps
-
-
-def test_a_bar_shows_how_requests_get_on(
-    model: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine, "EVERY_SECONDS", 0.0)
-    monkeypatch.setattr(
-        engine, "tqdm", lambda **of: tqdm(**{**of, "disable": False})
-    )  # no terminal
-    model.generate_batch(prompts(3), settings(model), progress=True, max_slots=2)
-    shown = capsys.readouterr().err
-    assert "3/3" in shown
-    assert "live" in shown and "tokens per step" in shown
 
 
 def test_what_cannot_be_served_goes_to_transformers(model: Any) -> None:
@@ -333,16 +243,6 @@ def test_what_cannot_be_served_goes_to_transformers(model: Any) -> None:
     with pytest.raises(lookahead_hf.SpeculationFallbackError, match="draft_invariant"):
         strict = lookahead_hf.SpeculativeConfig(draft_invariant=True, on_fallback="error")
         model.init_continuous_batching(config, speculative=strict)
-
-
-def test_a_batch_is_decoded_in_the_callers_thread(model: Any) -> None:
-    """A second thread that computes makes both slower."""
-    seen: set[int] = set()
-    stop = lookahead_hf.on_stats(model, lambda _: seen.add(threading.get_ident()))
-    found = model.generate_batch(prompts(3), settings(model), speculative=DRAFTED)
-    stop()
-    speculated(list(found.values()))
-    assert seen == {threading.get_ident()}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted by their entries in /proc")

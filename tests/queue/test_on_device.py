@@ -9,8 +9,7 @@ import pytest
 
 import lookahead_hf
 from lookahead_hf.engines.cuda import graphs
-from lookahead_hf.queue.prompts import Prompts
-from lookahead_hf.runner.transfer import HostCopy
+from lookahead_hf.runner.outputs import HostCopy
 from tests.helpers import models
 from tests.helpers.device import TapeRecorder, taped
 from tests.helpers.requests import (
@@ -109,22 +108,3 @@ def test_texts_of_one_prompt_begin_with_a_copy(model: Any, made: list[TapeRecord
         alone(model, text, config, index) for index in range(4)
     ]
     speculated(found)
-
-
-def test_graphs_go_on_after_a_pause(
-    model: Any, made: list[TapeRecorder], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launch, seen = Prompts.launch, list[int]()
-
-    def renewed(self: Any, rows: Any, draft: Any) -> Any:
-        seen.append(1)
-        if len(seen) % 4 == 0:
-            self.renew()
-        return launch(self, rows, draft)
-
-    monkeypatch.setattr(Prompts, "launch", renewed)
-    config, texts = settings(model), prompts(5)
-    found = model.generate_batch(texts, config, max_slots=3).values()
-    assert [each.generated_tokens for each in found] == [alone(model, t, config) for t in texts]
-    assert {each.execution for each in speculated(found)} == {"replayed"}
-    assert num_replays(made) == len(seen) > 8

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,6 @@ from transformers import (
 )
 
 from tests.helpers import users_parts
-from tests.helpers.models import VOCAB
 from tests.helpers.requests import alone, prompts, results, running, settings, speculated
 
 
@@ -87,24 +85,6 @@ def test_texts_are_decoded_beside_others(
     assert max(live) >= (2 if name in ("criterion", "function") else 4)
 
 
-def test_what_keeps_something_of_a_text_sees_one_text_after_the_other(
-    model: Any, live: list[int]
-) -> None:
-    config, texts, counts = settings(model), prompts(4), processor(users_parts.Counts)
-    with running(model, config, max_slots=3) as manager:
-        with manager.pause():
-            for index, text in enumerate(texts[:3]):
-                manager.add_request(text, request_id=str(index), **counts)
-            manager.add_request(texts[3], request_id="other", max_new_tokens=60)
-        found = results(manager, 4)
-    again = processor(users_parts.Counts)
-    for index, text in enumerate(texts[:3]):
-        assert found[str(index)].generated_tokens == alone(model, text, config, **again)
-    assert counts["logits_processor"][0].calls == again["logits_processor"][0].calls
-    assert max(live) == 2
-    speculated(found.values())
-
-
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_every_object_sees_its_texts_in_their_order(model: Any, kind: Any) -> None:
     def given() -> list[dict[str, Any]]:
@@ -119,26 +99,6 @@ def test_every_object_sees_its_texts_in_their_order(model: Any, kind: Any) -> No
         found = results(manager, 3)
     for name, text, own in zip("abc", texts, given(), strict=True):
         assert found[name].generated_tokens == alone(model, text, config, **own)
-    speculated(found.values())
-
-
-def test_texts_of_a_request_share_a_function_in_turn(model: Any) -> None:
-    def given() -> dict[str, Any]:
-        counts = itertools.count()
-
-        def allowed(row: int, ids: torch.Tensor) -> list[int]:
-            at = next(counts)
-            return [token for token in range(VOCAB) if (token + at) % 3]
-
-        return {"prefix_allowed_tokens_fn": allowed}
-
-    config = settings(model, do_sample=True, num_return_sequences=3, max_new_tokens=25)
-    text, own = prompts(1)[0], given()
-    with running(model, config, max_slots=3) as manager:
-        manager.add_request(text, request_id="a", **given())
-        found = results(manager, 3)
-    for index, name in enumerate(("a__child#0", "a__child#1", "a")):
-        assert found[name].generated_tokens == alone(model, text, config, index, **own)
     speculated(found.values())
 
 

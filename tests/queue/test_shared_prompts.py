@@ -10,13 +10,12 @@ import torch
 
 import lookahead_hf
 from lookahead_hf.queue import scheduler
-from lookahead_hf.queue.prompts import Prompts
+from lookahead_hf.queue.scheduler import Prompts
 from tests.helpers import models
 from tests.helpers.requests import (
     DRAFTED,
     WAIT,
     alone,
-    broken_after,
     prompts,
     result_of_another,
     results,
@@ -94,32 +93,6 @@ def test_a_prompt_is_read_once_in_pieces(
     speculated(found.values())
 
 
-def test_a_row_that_holds_the_prompt_is_taken(read: list[int]) -> None:
-    """Two prompts stay where they are, though their texts end together."""
-    model = lookahead_hf.enable(models.tiny("llama"), default=DRAFTED)
-    one, other = prompts(2, 5)
-    texts, config = [one, other, other, one, other, one], settings(model, max_new_tokens=1)
-    found = model.generate_batch(texts, config, max_slots=2)
-    assert read == [len(one), len(other)]
-    assert [output.generated_tokens for output in found.values()] == [
-        alone(model, text, config) for text in texts
-    ]
-
-
-def test_a_text_that_fails_leaves_its_prompt_to_others(read: list[int]) -> None:
-    model = lookahead_hf.enable(models.tiny("llama"), default=DRAFTED)
-    config = settings(model)
-    with running(model, config, max_slots=1) as manager:
-        with manager.pause():
-            failing = manager.add_request(LONG, **broken_after(0))
-            name = manager.add_request(LONG)
-        found = results(manager, 2)
-    assert read == [len(LONG)]
-    assert "a callback that fails" in found[failing].error
-    assert found[name].generated_tokens == alone(model, LONG, config)
-    speculated([found[name]])
-
-
 def test_what_other_weights_have_read_is_not_shared(read: list[int]) -> None:
     model = lookahead_hf.enable(models.tiny("llama"), default=DRAFTED)
     (text,), config = prompts(1), settings(model, max_new_tokens=30)
@@ -145,7 +118,7 @@ def test_a_prompt_that_is_read_when_weights_change_begins_again(
     launch, seen = Prompts.launch, []
 
     def changed(self: Any, rows: Any, draft: Any) -> Any:
-        if self._queue.reading:
+        if self.reading:
             seen.append(int(self._texts.slots.lengths[1]))
             if len(seen) == 3:  # in the middle of a pause, for all that the run can tell
                 with torch.no_grad():

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import reduce
 from typing import Any
 
-import numpy as np
 import pytest
 
 import lookahead_hf
@@ -13,9 +12,8 @@ from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.generation.recorder import StatsRecorder
 from lookahead_hf.queue import scheduler
 from lookahead_hf.queue import session as queue_session
-from lookahead_hf.queue.session import RowTimes
 from lookahead_hf.stats import joined
-from lookahead_hf.trace.steps import PARTS
+from lookahead_hf.trace import PARTS
 from tests.helpers import models
 from tests.helpers.requests import DRAFTED, WAIT, prompts, running, seeded, settings, speculated
 
@@ -63,7 +61,7 @@ def test_requests_add_up_to_the_run(
     assert session.runner.is_flat is (attn == "sdpa")
     times = sum(getattr(total, f"{name}_ms") for name in PARTS)
     assert times == pytest.approx(sum(session.stats.milliseconds.values()))
-    for name in ("num_moved", "num_accepted", "accepted_histogram", "max_width"):
+    for name in ("num_moved", "num_accepted", "accepted_histogram"):
         assert getattr(total, name) == getattr(run, name)
     assert total.num_emitted == sum(len(output.generated_tokens) for output in found)
     assert total.num_steps == total.row_steps == sum(total.budget_histogram.values())
@@ -77,30 +75,6 @@ def test_requests_add_up_to_the_run(
         read_alone = total.num_fed - session.runner.num_fed
         assert 0 < read_alone <= sum(map(len, texts))
         assert session.runner.num_fed == session.runner.step_tokens.sum()
-
-
-def test_a_request_has_every_statistic(sessions: list[Any]) -> None:
-    model = lookahead_hf.enable(models.tiny("llama"), default=DRAFTED)
-    found = model.generate_batch(prompts(5), settings(model), max_slots=2).values()
-    assert lookahead_hf.totals(model).num_calls == 5
-    for output, stats in zip(found, speculated(found), strict=True):
-        assert stats.num_emitted == len(output.generated_tokens)
-        assert stats.num_emitted == 1 + stats.row_steps + stats.num_accepted
-        assert set(stats.per_source) == {"ngram", "recycling"}
-        assert sum(source.accepted for source in stats.per_source.values()) >= stats.num_accepted
-        assert stats.to_dict("vllm")["num_spec_steps"] == stats.row_steps
-        empty = {name for name, value in stats.to_dict().items() if not value}
-        assert empty <= {
-            "own_code",
-            "trace",
-            "fallback_reason",
-            "num_undrafted",
-            "num_moved",
-            "num_accepted",
-            "acceptance_rate",
-        }
-        assert stats.execution == "compiled" and stats.engine == "walk"
-        assert stats.max_width >= 1 and max(stats.budget_histogram) <= DRAFTED.budget
 
 
 def test_the_latest_statistics_are_those_of_the_whole_run() -> None:
@@ -117,19 +91,3 @@ def test_the_latest_statistics_are_those_of_the_whole_run() -> None:
         manager.add_requests(prompts(2))
         *_, last = [manager.get_result(timeout=WAIT) for _ in range(2)]
     assert lookahead_hf.last_stats(model) == last.speculative_stats
-
-
-def test_the_time_of_a_step_is_shared_by_what_rows_do_in_it() -> None:
-    """Row 0 decodes a draft of one token, row 1 reads six tokens of its prompt, row 2 has none."""
-    recorder = StatsRecorder(3)
-    times = RowTimes(3, recorder)
-    for name, spent in {"draft": 10.0, "forward": 80.0, "verify": 4.0}.items():
-        recorder.milliseconds[name] += spent
-    times.share(np.array([True, False, False]), np.array([2, 6, 0]))
-    first, second, none = (times.of_row(row)["milliseconds"] for row in range(3))
-    assert (first["draft"], first["forward"], first["verify"]) == (10, 20, 4)
-    assert (second["prefill"], second["forward"], second["draft"]) == (60, 0, 0)
-    assert not any(none.values())
-    assert [times.of_row(row)["num_fed"] for row in range(3)] == [2, 6, 0]
-    times.free(1)
-    assert times.of_row(1)["milliseconds"]["prefill"] == times.of_row(1)["num_fed"] == 0

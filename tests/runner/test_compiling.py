@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig
 from transformers.generation import BaseStreamer
 
 import lookahead_hf
@@ -108,15 +107,6 @@ def test_a_call_drafts_as_soon_as_all_is_compiled(
     assert ids == plain and drafted[0] > 0 and stats.num_undrafted == 0
 
 
-def test_requests_of_a_queue_say_what_was_not_drafted(model: Any, child: Elsewhere) -> None:
-    settings = GenerationConfig(do_sample=False, max_new_tokens=12, eos_token_id=-1)
-    for status, undrafted in ((None, 11), ("", 0)):
-        child.status = status
-        found = model.generate_batch([[5, 6, 7]] * 2, settings, speculative={"budget": 4})
-        for output in found.values():
-            assert output.speculative_stats.num_undrafted == undrafted
-
-
 def test_after_compiling_has_failed_calls_are_plain(
     model: Any, plain: list[list[int]], child: Elsewhere, drafted: list[int]
 ) -> None:
@@ -136,13 +126,29 @@ def test_after_compiling_has_failed_calls_are_plain(
     assert stats.per_source["ngram"].accepted > 0 < stats.per_source["scripted"].accepted
 
 
+KINDS = {
+    "missing": "is not installed",
+    "broken": "ImportError: Numba needs NumPy 2.3 or less",
+    "nothing compiled": "a packaged program has no interpreter to start",
+}
+"""Why a process has no compiled functions, and what it says of that."""
+
 WITHOUT = """
-import sys, warnings
-kind = sys.argv[1]
+import os, sys, warnings
+from tests.helpers.models import prompt, tiny
+
+model = tiny("llama", scale=1.5)
+for kind in sys.argv[2:]:
+    if os.fork() == 0:
+        break
+    _, status = os.wait()
+    assert status == 0
+else:
+    sys.exit()
 if kind == "missing":
     sys.modules["numba"] = None
 elif kind == "broken":
-    sys.path.insert(0, sys.argv[2])
+    sys.path.insert(0, sys.argv[1])
 else:
     from numba.core import compiler
 
@@ -154,11 +160,10 @@ else:
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.ngram_pool import NgramPool
-from tests.helpers.models import prompt, tiny
 
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    model = lookahead_hf.enable(tiny("llama", scale=1.5))
+    lookahead_hf.enable(model)
     greedy = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
     plain = model.generate(prompt(), **greedy)
     asked = [True, True, SpeculativeConfig(drafters=("pool",)), True]
@@ -179,20 +184,14 @@ except ImportError as error:
 """
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        ("missing", "is not installed"),
-        ("broken", "ImportError: Numba needs NumPy 2.3 or less"),
-        ("nothing compiled", "a packaged program has no interpreter to start"),
-    ],
-)
-def test_without_compiled_functions_calls_go_on(tmp_path: Path, kind: str, reason: str) -> None:
+def test_without_compiled_functions_calls_go_on(tmp_path: Path) -> None:
+    """Each in a process of its own, a fork of one that has imported what all of them need."""
     (tmp_path / "numba.py").write_text('raise ImportError("Numba needs NumPy 2.3 or less")')
-    command = [sys.executable, "-c", WITHOUT, kind, str(tmp_path)]
+    command = [sys.executable, "-c", WITHOUT, str(tmp_path), *KINDS]
     empty = {"NUMBA_CACHE_DIR": str(tmp_path / "empty"), "TMPDIR": str(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | empty)
     assert done.returncode == 0, done.stderr
-    said, refused = done.stdout.splitlines()
-    assert "calls decode plainly" in said and reason in said
-    assert refused.startswith("drafting needs numba") and reason in refused
+    lines = done.stdout.splitlines()
+    for said, refused, reason in zip(lines[::2], lines[1::2], KINDS.values(), strict=True):
+        assert "calls decode plainly" in said and reason in said
+        assert refused.startswith("drafting needs numba") and reason in refused

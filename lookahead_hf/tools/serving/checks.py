@@ -1,7 +1,8 @@
-"""Checks the fields of a request before any work: what is wrong is refused in one sentence."""
+"""Reads the fields of a request before any work: what is wrong is refused in one sentence."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import Mapping
@@ -22,7 +23,10 @@ from pydantic import (
     create_model,
 )
 
-from lookahead_hf.tools.serving.limits import USUAL, Limits
+from lookahead_hf.config import SpeculativeConfig
+from lookahead_hf.queue.request import request_seed
+from lookahead_hf.tools.serving.fields import USUAL, Limits, Refused, ServedRequest, allowed, shown
+from lookahead_hf.tools.serving.schemas import take_schema, take_tools
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 
@@ -61,16 +65,6 @@ REFUSED: Mapping[str, Mapping[str, tuple[tuple[Any, ...], str]]] = {
     },
 }
 """Fields by path: the values that ask for nothing, and the remedy for any other value."""
-
-
-class UnknownModelError(ValueError):
-    """A request names a model that the server does not have."""
-
-
-def shown(value: Any) -> str:
-    """Return a value for a sentence, of at most 100 characters."""
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def parsed(body: bytes) -> dict[str, Any]:
@@ -138,8 +132,8 @@ def _any(*kinds: Any, told_by: Any = None) -> Any:
     return reduce(or_, kinds) if told_by is None else Annotated[reduce(or_, kinds), told_by]
 
 
-def _list(kind: Any, least: int = 0) -> Any:
-    return Annotated[GenericAlias(list, kind), Field(min_length=least)]
+def _list(kind: Any, least: int = 0, most: int | None = None) -> Any:
+    return Annotated[GenericAlias(list, kind), Field(min_length=least, max_length=most)]
 
 
 def _number(kind: type, least: float, most: float = 2**31 - 1) -> Any:
@@ -175,7 +169,7 @@ _OF_TEMPLATES = frozenset(
 """Arguments of `apply_chat_template` that are the server's."""
 
 _NAME, _TOKEN = Annotated[str, Field(min_length=1)], _number(int, 0)
-_TOKENS, _TEXTS = _any(_TOKEN, _list(_TOKEN)), _any(_NAME, _list(_NAME, 1))
+_TOKENS, _TEXTS = _any(_TOKEN, _list(_TOKEN)), _any(_NAME, _list(_NAME, 1, 32))
 
 _SETTINGS = _object(
     {
@@ -269,7 +263,7 @@ _FIELDS = {
     "frequency_penalty": _number(float, -0.99, 2),
     "presence_penalty": _number(float, -2, 2),
     "seed": _number(int, -(2**63), 2**64 - 1),
-    "n": _number(int, 1),
+    "n": _number(int, 1, 8),
     "stop": _any(_NAME, _list(_NAME)),
     "stream": bool,
     "stream_options": dict[str, Any],
@@ -295,38 +289,31 @@ _SCHEMAS: Mapping[str, type[BaseModel]] = {
 }
 
 
-def check_fields(
-    path: str, body: dict[str, Any], only_model: str | None, limits: Limits = USUAL
-) -> None:
+def check_fields(path: str, body: dict[str, Any], only_model: str, limits: Limits = USUAL) -> None:
     """Refuse fields that would be ignored or not understood; correct others.
 
     Args:
         path: The request's path.
         body: The request, which loses tools that must not be called.
-        only_model: The model of a server that has a single one.
+        only_model: The model of the server.
         limits: What a request may ask for.
 
     Raises:
-        UnknownModelError: The request names another model.
+        Refused: The request names another model.
         ValueError: A field asks for something that the server does not do.
     """
-    check_model(body.get("model"), only_model)
     for name, (neutral, fix) in REFUSED[path].items():
         value = body.get(name)
         is_neutral = any(type(value) is type(each) and value == each for each in (None, *neutral))
         if not is_neutral:
             raise ValueError(f"{name}={shown(value)} is not served: {fix}")
     _check(_SCHEMAS[path], body)
-    stop, prompts = _listed(body.get("stop")), _listed(body.get("prompt"))
-    longest = max(map(len, stop), default=0)
-    for name, what, count, most in (
-        ("stop", "texts", len(stop), limits.stop_strings),
-        ("stop", "characters", longest, limits.stop_characters),
-        ("n", "texts", body.get("n") or 1, limits.choices),
-        ("prompt", "texts", len(prompts), limits.prompts),
-    ):
-        if count > most:
-            raise ValueError(f"{name} asks for {count} {what}: ask for {most} at most")
+    check_model(body.get("model"), only_model)
+    stop = body.get("stop") or []
+    stop = [stop] if isinstance(stop, str) else stop
+    most, longest = limits.stop_strings, limits.stop_characters
+    if len(stop) > most or any(len(each) > longest for each in stop):
+        raise ValueError(f"stop takes {most} texts of {longest} characters at most")
     if path == CHAT and body.get("top_logprobs") and not body.get("logprobs"):
         raise ValueError("top_logprobs is served beside logprobs=true: give that, too")
     for token, value in (body.get("logit_bias") or {}).items():
@@ -337,20 +324,11 @@ def check_fields(
         body["stream"] = False  # transformers' server would stream
 
 
-def _listed(value: Any) -> list[str]:
-    return value if isinstance(value, list) else [] if value is None else [value]
-
-
-def check_model(model: Any, only_model: str | None) -> None:
-    """Raise an error if a request names a model that is not served, or none that could be."""
-    if model is not None and not isinstance(model, str):
-        raise ValueError(f"model={shown(model)} is not understood: give a text")
-    if only_model is not None and model not in (None, only_model):
-        raise UnknownModelError(
-            f"there is no model {shown(model)} here: this server has {only_model!r}"
-        )
-    if only_model is None and not model:
-        raise ValueError("the request has no model: give the name of one")
+def check_model(model: Any, only_model: str) -> None:
+    """Raise Refused if a request names another model than the server's."""
+    if model not in (None, only_model):
+        why = f"there is no model {shown(model)} here: this server has {only_model!r}"
+        raise Refused(why, 404, "model_not_found")
 
 
 def samples(body: Mapping[str, Any]) -> bool:
@@ -381,3 +359,81 @@ def length(body: Mapping[str, Any]) -> str | None:
     if body.get("generation_config") is not None:
         return "generation_config"
     return next((name for name in _LENGTHS if body.get(name) is not None), None)
+
+
+def take_requests(
+    path: str, fields: dict[str, Any], config: SpeculativeConfig, only_model: str, limits: Limits
+) -> tuple[list[tuple[ServedRequest, bytes]], int]:
+    """Return the requests for one text each with their bodies, and the number of prompts.
+
+    Args:
+        path: The path of the request.
+        fields: Its fields.
+        config: The server's own configuration.
+        only_model: The model of the server.
+        limits: What a request may ask for.
+
+    Raises:
+        Refused: The request names another model.
+        ValueError: A field asks for something that the server does not do.
+    """
+    check_fields(path, fields, only_model, limits)
+    each = int(fields.pop("n", None) or 1)
+    given = fields.pop("prompt", None) if path == COMPLETIONS else None
+    prompts = given if isinstance(given, list) else [given]
+    taken, text = [], json.dumps(fields)
+    for index in range(each * len(prompts)):
+        prompt, body = prompts[index // each], json.loads(text)
+        if prompt is not None:
+            body["prompt"] = prompt
+        request = take_request(body, config, limits)
+        request.loop = asyncio.get_running_loop()
+        if request.seed is not None and index:
+            request.seed = request_seed(request.seed, index)
+        taken.append((request, json.dumps(body).encode()))
+    return taken, len(prompts)
+
+
+def take_request(
+    body: dict[str, Any], config: SpeculativeConfig, limits: Limits = USUAL
+) -> ServedRequest:
+    """Take what transformers' server would refuse or do otherwise out of a request's body.
+
+    Args:
+        body: The request, whose fields were checked.
+        config: The server's own configuration.
+        limits: What a request may ask for.
+
+    Raises:
+        ValueError: A value is not allowed.
+    """
+    asked, prediction = body.pop("speculative", None), body.pop("prediction", None)
+    stop, penalty = body.pop("stop", None) or (), body.pop("presence_penalty", None)
+    schema, tools = take_schema(body), take_tools(body)
+    if len((schema if tools is None else json.dumps(tools)) or "") > limits.schema_kb * 1000:
+        raise ValueError(f"a schema has {limits.schema_kb:g} KB at most: shorten it")
+    settings = json.loads(body.get("generation_config") or "{}")
+    usual = {"num_beams": 1, "speculative": None, "guidance_scale": 1}
+    is_alone = any(settings.get(name, each) not in (None, each) for name, each in usual.items())
+    log_probs, num_top = body.pop("logprobs", None), body.pop("top_logprobs", None)
+    if isinstance(log_probs, bool):
+        log_probs = num_top or 0 if log_probs else None
+    if prediction is not None:
+        said = prediction["content"]
+        prediction = said if isinstance(said, str) else "".join(part["text"] for part in said)
+    kind = media(body)
+    return ServedRequest(
+        speculative=allowed(asked, config),
+        prediction=prediction,
+        samples=samples(body),
+        media=kind,
+        length=length(body),
+        seed=body.pop("seed", None),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        presence_penalty=float(penalty or 0),
+        log_probs=log_probs,
+        schema=schema,
+        tools=tools,
+        streams=bool(body.get("stream")),
+        is_alone=is_alone or prediction is not None or kind is not None,
+    )

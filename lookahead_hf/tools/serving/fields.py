@@ -1,4 +1,4 @@
-"""Fields of requests and answers: ours, and those of OpenAI."""
+"""What a server grants a request, and what it knows of each."""
 
 from __future__ import annotations
 
@@ -12,29 +12,44 @@ from typing import Any
 
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.stats import SpeculativeStats
-from lookahead_hf.tools.serving.checks import length, media, samples, shown
 
 
-def listing(manager: Any) -> Callable[[], list[dict[str, Any]]]:
-    """Return a function that lists a server's only model, else those of the hub's cache.
+def _limit(default: Any, what: str) -> Any:
+    return field(default=default, metadata={"what": what})
 
-    Args:
-        manager: transformers' manager of the server's models.
-    """
-    of_cache = manager.get_gen_models
 
-    def models() -> list[dict[str, Any]]:
-        names = [manager.force_model]
-        if names == [None]:
-            from huggingface_hub.errors import CacheNotFound
+@dataclass(frozen=True)
+class Limits:
+    """The limits of a server; each is an option `--max-NAME` of `lookahead-hf serve`."""
 
-            try:
-                return list(of_cache())
-            except CacheNotFound:  # no model of the hub was ever loaded here
-                names = [name.partition("@")[0] for name in manager.loaded_models]
-        return [{"id": name, "object": "model", "created": 0, "owned_by": ""} for name in names]
+    body_mb: float = _limit(10.0, "MB of a request")
+    stop_strings: int = _limit(16, "strings of `stop`")
+    stop_characters: int = _limit(256, "characters of a string of `stop`")
+    schema_kb: float = _limit(64.0, "KB of a JSON schema, or of the tools to be called")
+    compile_seconds: float = _limit(5.0, "seconds to compile a schema")
+    waiting: int = _limit(256, "requests that wait for their first token")
+    seconds: float = _limit(600.0, "seconds from a request's arrival to the end of its answer")
+    tokens: int | None = _limit(
+        None, "tokens of a prompt and its answer; by default the model's positions"
+    )
 
-    return models
+
+USUAL = Limits()
+"""The limits of a server that is told no others."""
+
+
+class Refused(Exception):
+    """A request is not served: why, with which status and code."""
+
+    def __init__(self, why: str, status: int = 400, code: str | None = None) -> None:
+        super().__init__(why)
+        self.given = why, status, code
+
+
+def shown(value: Any) -> str:
+    """Return a value for a sentence, of at most 100 characters."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def error(message: str, code: str | None = None, status: int = 400) -> dict[str, Any]:
@@ -96,9 +111,7 @@ class ServedRequest:
         unfinished_end: The end of a stream's text that is no whole character.
         places: The tokens of its answer with their log probabilities, as OpenAI's API has them.
         streams: Whether its answer is a stream.
-        config: The settings of its text, in a queue.
         grammar: The processor that obeys its schema or tools, once it is compiled.
-        compile: Makes the processor, None if it needs none.
         over: Set when nobody waits any more; of the event loop `loop`.
         when_over: Called in the event loop when nobody waits any more.
     """
@@ -125,12 +138,10 @@ class ServedRequest:
     unfinished_end: str = ""
     places: list[dict[str, Any]] = field(default_factory=list)
     streams: bool = False
-    config: Any = None
     grammar: Any = None
-    compile: Callable[[], Any] | None = None
     over: asyncio.Event = field(default_factory=asyncio.Event)
     loop: asyncio.AbstractEventLoop | None = None
-    when_over: list[Callable[[], object]] = field(default_factory=list)
+    when_over: Callable[[], object] = lambda: None
 
     def end(self, refusal: str | None = None, status: int = 400) -> None:
         """Give the request up, from any thread; say why, unless its client has gone."""
@@ -144,8 +155,7 @@ class ServedRequest:
 
     def _end(self) -> None:
         self.over.set()
-        for each in self.when_over:
-            each()
+        self.when_over()
 
 
 STOPPING = "the server is stopping: ask again later"
@@ -171,44 +181,6 @@ class Live:
 
 current: ContextVar[ServedRequest | None] = ContextVar("lookahead_hf_request", default=None)
 """The request that is being served."""
-
-
-def take_request(body: dict[str, Any], config: SpeculativeConfig) -> ServedRequest:
-    """Take what transformers' server would refuse or do otherwise out of a request's body.
-
-    Args:
-        body: The request, whose fields were checked.
-        config: The server's own configuration.
-
-    Raises:
-        ValueError: `speculative` has a value that is not allowed.
-    """
-    asked, prediction = body.pop("speculative", None), body.pop("prediction", None)
-    stop, penalty = body.pop("stop", None) or (), body.pop("presence_penalty", None)
-    return ServedRequest(
-        allowed(asked, config),
-        None if prediction is None else _text_of(prediction["content"]),
-        samples(body),
-        media(body),
-        length(body),
-        body.pop("seed", None),
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        presence_penalty=float(penalty or 0),
-        log_probs=_take_log_probs(body),
-    )
-
-
-def _text_of(content: Any) -> str:
-    """Return the text of a prediction, which may come in parts."""
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
-
-
-def _take_log_probs(body: dict[str, Any]) -> int | None:
-    """Take out how many tokens in every place have a log probability; None if none has."""
-    asked, num_top = body.pop("logprobs", None), body.pop("top_logprobs", None)
-    if isinstance(asked, bool):
-        return (num_top or 0) if asked else None
-    return asked if asked is None else int(asked)
 
 
 def allowed(asked: Any, config: SpeculativeConfig) -> SpeculativeConfig | bool | None:

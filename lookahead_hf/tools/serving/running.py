@@ -1,4 +1,4 @@
-"""Runs requests: one after the other in transformers' threads, or together in our queue."""
+"""Runs requests: one after the other in a thread, or together in our queue."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import contextvars
 import copy
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary
 
+from transformers.cli.serving.utils import CBGenerateManager, GenerateManager
+
+import lookahead_hf
+from lookahead_hf import stats
 from lookahead_hf.call.stopping import StopTexts
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.fallback import Unserved
@@ -20,10 +22,18 @@ from lookahead_hf.logits.row_processors import PresencePenalty
 from lookahead_hf.model import compat
 from lookahead_hf.queue.manager import SpeculativeBatchingManager
 from lookahead_hf.queue.methods import BatchOptions, engine_of
+from lookahead_hf.stats import SpeculativeStats
 from lookahead_hf.tools.serving.answers import FAILED, places, unfinished_end
-from lookahead_hf.tools.serving.fields import STOPPING, Live, ServedRequest, current
-from lookahead_hf.tools.serving.limits import Limits
-from lookahead_hf.tools.serving.schemas import grammar_of
+from lookahead_hf.tools.serving.fields import (
+    STOPPING,
+    USUAL,
+    Limits,
+    ServedRequest,
+    allowed,
+    current,
+)
+from lookahead_hf.tools.serving.schemas import check_media, grammar_of
+from lookahead_hf.verification import noise
 
 STOP_SECONDS = 10.0
 """The longest wait for the thread of a queue, which ends within a step."""
@@ -88,59 +98,41 @@ def _fit(request: ServedRequest, config: Any, num_prompt: int, model: Any, limit
         config.max_new_tokens = min(config.max_new_tokens, room)
 
 
-class Worker(ThreadPoolExecutor):
-    """The thread that generates for a model; unlike transformers' own it can end."""
-
-    def __init__(self) -> None:
-        super().__init__(1, "lookahead_hf generating")
-
-    def async_submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function in the thread; a result that nobody waits for is dropped."""
-        return asyncio.wrap_future(self.submit(function, *args, **kwargs))
-
-
 class Running:
-    """Alters the objects of transformers' server that run requests.
+    """Runs the requests for a server's model.
 
     Args:
-        state: Its `GenerationState`.
-        models: Its manager of models.
-        live: The requests that are not answered yet.
+        state: The server's `GenerationState`, which gets other methods.
         config: How to speculate by default.
         limits: What is granted to a request.
         together: Whether requests are decoded together.
 
     Attributes:
-        tokenizers: The tokenizer of each model, or the processor that has it.
+        tokenizer: The model's tokenizer, or the processor that has it.
+        queue: Decodes requests together, None before the first one.
     """
 
     def __init__(
-        self,
-        state: Any,
-        models: Any,
-        live: Live,
-        config: SpeculativeConfig,
-        limits: Limits,
-        together: bool,
+        self, state: Any, config: SpeculativeConfig, limits: Limits, together: bool
     ) -> None:
-        self._models, self._live, self._limits = models, live, limits
-        self._config, self._together = config, together
+        self.config, self.limits, self._together = config, limits, together
         self._batching = getattr(state, compat.SERVERS_QUEUE_CONFIG)
+        self.tokenizer: Any = None
+        self.queue: SpeculativeBatchingManager | None = None
         self._compilers = ThreadPoolExecutor(4, "lookahead_hf compiling")
-        self._managers: dict[tuple[str, bool], Any] = {}
-        self.tokenizers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-        self._queues: dict[Any, SpeculativeBatchingManager | None] = {}
-        self._get = state.get_manager
+        self._thread = ThreadPoolExecutor(1, "lookahead_hf generating")
         state.get_manager, state.use_continuous_batching = self.get_manager, self.uses_queue
 
     def end(self) -> None:
         """End all threads; the requests were answered or given up."""
-        for queue in filter(None, self._queues.values()):
-            queue.stop(timeout=STOP_SECONDS, hard_stop=True)
-        for manager in self._managers.values():
-            if hasattr(manager, "_thread"):
-                manager._thread.shutdown(wait=False, cancel_futures=True)
-        self._compilers.shutdown(wait=False, cancel_futures=True)
+        if self.queue is not None:
+            self.queue.stop(timeout=STOP_SECONDS, hard_stop=True)
+        for each in (self._thread, self._compilers):
+            each.shutdown(wait=False, cancel_futures=True)
+
+    def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
+        """Return what runs a request, as transformers' server sees it."""
+        return Together(self) if use_cb else Alone(self, self._thread)
 
     def uses_queue(self, model: Any, modality: Any) -> bool:
         """Return whether the current request is decoded beside others.
@@ -148,182 +140,163 @@ class Running:
         transformers' own manager never starts.
         """
         request = current.get() or ServedRequest()
-        is_alone = request.is_alone or request.speculative not in (None, self._config)
-        is_alone |= not self._together or modality.name != "LLM"
-        if not is_alone:
-            queue = self._queues.get(model)
-            if model not in self._queues or (queue is not None and queue.fatal_error is not None):
-                self._queues[model] = self._new_queue(model)
-            is_alone = self._queues[model] is None
-        if is_alone and request.log_probs is not None:
+        is_alone = request.is_alone or request.speculative not in (None, self.config)
+        if self._together and not is_alone and modality.name == "LLM":
+            if self.queue is None or self.queue.fatal_error is not None:
+                self._start_queue(model)
+            if self.queue is not None:
+                return True
+        if request.log_probs is not None:
             request.refusal = (
                 "logprobs are served where requests are decoded together: leave them out, or "
                 "prediction, speculative and beams"
             )
             raise ValueError(request.refusal)
-        return not is_alone
+        return False
 
-    def _new_queue(self, model: Any) -> SpeculativeBatchingManager | None:
-        """Start a queue of a model, None if requests have to be decoded one after the other."""
+    def _start_queue(self, model: Any) -> None:
+        """Start a queue, unless requests have to be decoded one after the other."""
+        self.queue = None
         config = copy.deepcopy(model.generation_config)
         config.max_new_tokens = config.max_new_tokens or 1024  # each request brings its own
         try:
-            engine, _ = engine_of(model, self._config, BatchOptions(), config, self._batching)
+            engine, _ = engine_of(model, self.config, BatchOptions(), config, self._batching)
         except (Unserved, ValueError) as error:
             _logger.warning("requests are decoded one after the other: %s", error)
+            self._together = False
+        else:
+            self.queue = SpeculativeBatchingManager(engine)
+            self.queue.start()
+
+    def compiling(
+        self, request: ServedRequest, prompt: Any, work: Callable[[], object]
+    ) -> Future[Any] | None:
+        """Compile the grammar that a request needs, beside the decoding, and go on with it.
+
+        Returns None if it needs none.
+        """
+        if request.schema is None and request.tools is None:
             return None
-        queue = SpeculativeBatchingManager(engine)
-        gives_up = engine.stops
 
-        def stops() -> bool:
-            if gives_up() or self._live.requests:
-                return gives_up()
-            if any(each.model is model for each in list(self._models.loaded_models.values())):
-                return False
-            self._queues.pop(model, None)  # nothing of an unloaded model stays in memory
-            for manager in self._managers.values():
-                if getattr(getattr(manager, compat.SERVERS_QUEUE, None), "queue", None) is queue:
-                    setattr(manager, compat.SERVERS_QUEUE, None)
-            return True
-
-        engine.stops = stops
-        queue.start()
-        return queue
-
-    def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
-        """Return transformers' manager of a model's requests, altered."""
-        from transformers.cli.serving import utils
-
-        name = model_id, use_cb
-        if name in self._managers:
-            return self._managers[name]
-        threads = utils.InferenceThread
-        utils.InferenceThread = Worker  # a manager that is made now gets one
-        try:
-            manager = utils.CBGenerateManager() if use_cb else self._get(model_id)
-        finally:
-            utils.InferenceThread = threads
-        self._managers[name] = manager
-        for method in ("generate_streaming", "generate_non_streaming"):
-            streams = method == "generate_streaming"
-            setattr(manager, method, self._noting(getattr(manager, method), streams))
-        if use_cb:
-            manager.init_cb = MethodType(self._init_queue, manager)
-        else:
-            manager.submit = self._submitting(manager.submit)
-            manager.async_submit = self._submitting_async(manager.async_submit)
-        return manager
-
-    def _noting(self, original: Callable[..., Any], streams: bool) -> Callable[..., Any]:
-        """Return a method that notes how the request's grammar is compiled."""
-
-        def generate(model: Any, processor: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            request = current.get()
-            if request is not None:
-                request.streams = streams
-                if request.schema is not None or request.tools is not None:
-                    given = request, inputs["input_ids"], self.tokenizers[model]
-                    request.compile = partial(grammar_of, *given, self._limits.compile_seconds)
-            return original(model, processor, inputs, *args, **kwargs)
-
-        return generate
-
-    def _submitting(self, submit: Callable[..., Any]) -> Callable[..., Any]:
-        def altered(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            request, run = current.get(), contextvars.copy_context().run
-            work = partial(submit, run, function, *args, **kwargs)
-            if request is None or request.compile is None:
-                return work()
-            return self._compilers.submit(self._after_compiling, request, work)
-
-        return altered
-
-    def _submitting_async(self, submit: Callable[..., Any]) -> Callable[..., Any]:
-        async def altered(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            request, run = current.get(), contextvars.copy_context().run
-            if request is not None and request.compile is not None:
-                ready = self._compilers.submit(self._after_compiling, request, lambda: None)
-                await asyncio.wrap_future(ready)
-            return await submit(run, function, *args, **kwargs)
-
-        return altered
-
-    def _after_compiling(self, request: ServedRequest, work: Callable[[], Any]) -> Any:
-        """Compile a request's grammar, and go on unless that fails or nobody waits any more."""
-        try:
-            assert request.compile is not None
-            request.grammar = None if request.is_cancelled else request.compile()
-        except ValueError as error:
-            request.end(str(error))
-        except Exception:
-            _logger.exception("a request failed")
-            request.end(FAILED, 500)
-        return None if request.is_cancelled else work()
-
-    def _init_queue(self, manager: Any, model: Any, config: Any) -> None:
-        """Note a request's settings, and give it what adds it to the queue of its model."""
-        request = current.get()
-        if request is not None:
-            request.config = config
-        queue = self._queues[model]
-        assert queue is not None
-        adding = Adding(queue, partial(self._add, model, queue), self.tokenizers[model])
-        setattr(manager, compat.SERVERS_QUEUE, adding)
-
-    def _add(self, model: Any, queue: Any, input_ids: Any, **given: Any) -> Any:
-        """Add a request with its own settings, once its handler is there and its grammar."""
-        request = current.get() or ServedRequest()
-        request.generates = True
-        request.when_over.append(partial(queue.cancel_request, given["request_id"]))
-
-        def work() -> None:
-            if request.is_cancelled:
-                return
+        def compile_first() -> None:
             try:
-                tokenizer = self.tokenizers[model]
-                own = add_to_call(
-                    request, request.config, len(input_ids), model, tokenizer, self._limits
-                )
-                settings = _differences(request.config, queue.generation_config)
-                if request.samples:
-                    settings["do_sample"] = True
-                settings["seed"] = request.seed
-                given["max_new_tokens"] = request.config.max_new_tokens
-                given["streaming"] = True
-                if request.log_probs is not None:
-                    settings |= {"top_logprobs": request.log_probs, "return_logprobs": True}
-                if queue.add_request(input_ids, **given, **settings, **own) is None:
-                    request.end(STOPPING, 503)
-            except Exception as error:  # of its own settings: nothing else was done
-                _logger.warning("a request was refused", exc_info=error)
-                request.end(str(error) or type(error).__name__)
+                if not request.is_cancelled:
+                    given = self.tokenizer, self.limits.compile_seconds
+                    request.grammar = grammar_of(request, prompt, *given)
+            except ValueError as error:
+                request.end(str(error))
+            except Exception:
+                _logger.exception("a request failed")
+                request.end(FAILED, 500)
+            if not request.is_cancelled:
+                work()
 
-        if request.compile is not None:
-            self._compilers.submit(self._after_compiling, request, work)
-        else:
-            asyncio.get_running_loop().call_soon(work)
-        return given["request_id"]
+        return self._compilers.submit(compile_first)
+
+
+class Alone(GenerateManager):
+    """Runs one request in the thread of all that are decoded by themselves."""
+
+    def __init__(self, running: Running, thread: ThreadPoolExecutor) -> None:
+        self._running, self._thread, self._prompt = running, thread, None
+
+    def generate_streaming(
+        self, model: Any, processor: Any, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Begin a stream."""
+        self._prompt = inputs["input_ids"]
+        return super().generate_streaming(model, processor, inputs, *args, **kwargs)
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Return a whole text."""
+        self._prompt = inputs["input_ids"]
+        return await super().generate_non_streaming(model, processor, inputs, *args, **kwargs)
+
+    def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function in the thread, which can end, unlike transformers' own."""
+        run = contextvars.copy_context().run
+        work = partial(self._thread.submit, run, function, *args, **kwargs)
+        request = current.get() or ServedRequest()
+        return self._running.compiling(request, self._prompt, work) or work()
+
+    async def async_submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function in the thread, and wait for what it returns."""
+        request = current.get() or ServedRequest()
+        ready = self._running.compiling(request, self._prompt, lambda: None)
+        if ready is not None:
+            await asyncio.wrap_future(ready)
+        run = contextvars.copy_context().run
+        return await asyncio.wrap_future(self._thread.submit(run, function, *args, **kwargs))
+
+
+class Together(CBGenerateManager):
+    """Runs one request in the queue."""
+
+    def __init__(self, running: Running) -> None:
+        super().__init__()
+        self._running = running
+
+    def init_cb(self, model: Any, gen_config: Any) -> None:
+        """Take the settings of the request's text."""
+        setattr(self, compat.SERVERS_QUEUE, Adding(self._running, model, gen_config))
 
 
 class Adding:
-    """A queue as transformers' server sees it for one request.
+    """The queue as transformers' server sees it for the current request.
 
     Args:
-        queue: The queue.
-        add: Adds a request instead.
-        tokenizer: The tokenizer of its model, or the processor that has it.
+        running: Has the queue.
+        model: The model.
+        config: The settings of the request's text.
     """
 
-    def __init__(
-        self, queue: SpeculativeBatchingManager, add: Callable[..., Any], tokenizer: Any
-    ) -> None:
-        self.queue, self.add_request = queue, add
-        self._tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-        self.background_thread_status, self.cancel_request = queue, queue.cancel_request
+    def __init__(self, running: Running, model: Any, config: Any) -> None:
+        assert running.queue is not None
+        self._running, self._queue, self._model = running, running.queue, model
+        self._config, self._request = config, current.get() or ServedRequest()
+        self._tokenizer = getattr(running.tokenizer, "tokenizer", running.tokenizer)
+        self.background_thread_status = self._queue
+        self.cancel_request = self._queue.cancel_request
+
+    def add_request(self, input_ids: Any, request_id: str, **given: Any) -> str:
+        """Add the request with its own settings, once its handler is there and its grammar."""
+        request = self._request
+        request.generates = True
+        request.when_over = partial(self.cancel_request, request_id)
+        given |= {"request_id": request_id, "streaming": True}
+        work = partial(self._add, input_ids, given)
+        if self._running.compiling(request, input_ids, work) is None:
+            asyncio.get_running_loop().call_soon(work)
+        return request_id
+
+    def _add(self, input_ids: Any, given: dict[str, Any]) -> None:
+        request, config = self._request, self._config
+        if request.is_cancelled:
+            return
+        try:
+            limits = self._running.limits
+            own: dict[str, Any] = add_to_call(
+                request, config, len(input_ids), self._model, self._tokenizer, limits
+            )
+            settings = _differences(config, self._queue.generation_config)
+            if request.samples:
+                settings["do_sample"] = True
+            if request.log_probs is not None:
+                settings |= {"top_logprobs": request.log_probs, "return_logprobs": True}
+            given |= {"max_new_tokens": config.max_new_tokens, "seed": request.seed}
+            if self._queue.add_request(input_ids, **given, **settings, **own) is None:
+                request.end(STOPPING, 503)
+            if request.is_cancelled:  # while it was added, maybe
+                self.cancel_request(given["request_id"])
+        except Exception as error:  # of its own settings: nothing else was done
+            _logger.warning("a request was refused", exc_info=error)
+            request.end(str(error) or type(error).__name__)
 
     def register_result_handler(self, request_id: str, callback: Callable[..., Any]) -> None:
-        """Register the handler of a request's outputs, of which it is told what it expects."""
-        request = current.get() or ServedRequest()
+        """Register the handler of the request's outputs, of which it is told what it expects."""
+        request = self._request
 
         def hear(output: Any) -> None:
             if output.error is not None:
@@ -342,7 +315,7 @@ class Adding:
             if request.streams or output.is_finished():
                 callback(output)
 
-        self.queue.register_result_handler(request_id, hear)
+        self._queue.register_result_handler(request_id, hear)
 
 
 def _differences(config: Any, default: Any) -> dict[str, Any]:
@@ -353,3 +326,124 @@ def _differences(config: Any, default: Any) -> dict[str, Any]:
         for name, value in asked.items()
         if name not in _OF_SERVER and value is not None and value != usual.get(name)
     }
+
+
+class Cancelled(Exception):
+    """Ends a generation whose client went away."""
+
+
+class ServedGenerate:
+    """Replaces `generate` of a served model, and applies the fields of the current request.
+
+    Args:
+        model: The model, which gets enabled.
+        tokenizer: Its tokenizer, or the processor that has it.
+        config: How to speculate by default.
+        count: Counts the statistics of a call.
+        limits: What is granted to a request.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        config: SpeculativeConfig,
+        count: Callable[[SpeculativeStats], None],
+        limits: Limits = USUAL,
+    ) -> None:
+        self._generate = lookahead_hf.enable(model, config).generate
+        self._model, self._tokenizer, self._config = model, tokenizer, config
+        self._limits = limits
+        lookahead_hf.on_stats(model, count)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        request = current.get() or ServedRequest()
+        if request.is_cancelled:
+            raise Cancelled
+        request.generates = True
+        config = kwargs.get("generation_config")
+        if request.samples and config is not None:
+            config.do_sample = True
+        if request.prediction is not None:
+            kwargs["prediction"] = request.prediction
+        if kwargs.get("streamer") is not None or _takes_streamer(self._model, config):
+            kwargs["streamer"] = _Watched(
+                request, kwargs.get("streamer"), self._model, self._tokenizer
+            )
+        try:
+            self._apply(request, kwargs, config)
+            kwargs["speculative"] = self._speculative(request, config)
+            with noise.drawing(self._model.device, request.seed):
+                output = self._generate(*args, **kwargs)
+        except Cancelled:
+            raise
+        except Exception as error:
+            # What a request sets itself is refused by torch as well.
+            own = request.length == "generation_config" and not request.has_begun
+            if isinstance(error, ValueError) or own:
+                request.refusal = str(error).strip().partition("\n")[0] or type(error).__name__
+            else:
+                _logger.exception("a request failed")
+            raise
+        request.stats = stats.of_this_thread(self._model)
+        return output
+
+    def _apply(self, request: ServedRequest, kwargs: dict[str, Any], config: Any) -> None:
+        """Add what a request asks for to the arguments of its generation."""
+        check_media(request, kwargs)
+        ids = kwargs.get("input_ids")
+        if config is None or ids is None:
+            return
+        num_prompt, model, tokenizer = ids.shape[-1], self._model, self._tokenizer
+        added = add_to_call(request, config, num_prompt, model, tokenizer, self._limits)
+        for name, own in added.items():
+            kwargs[name] = [*(kwargs.get(name) or ()), *own]
+
+    def _speculative(self, request: ServedRequest, config: Any) -> Any:
+        """Return how to speculate: as the request says, else the model, else the server.
+
+        A client can send a generation config of its own, which must not open files either.
+        """
+        if request.speculative is not None:
+            return request.speculative
+        asked = getattr(config, "speculative", None)
+        of_model = getattr(self._model.generation_config, "speculative", None)
+        if asked is not None and asked != of_model:
+            return allowed(asked, self._config)
+        return self._config if of_model is None else of_model
+
+
+def _takes_streamer(model: Any, config: Any) -> bool:
+    """Whether a request without a streamer can get one: not for beams."""
+    beams = [getattr(each, "num_beams", None) for each in (config, model.generation_config)]
+    return not model.config.is_encoder_decoder and (beams[0] or beams[1] or 1) == 1
+
+
+class _Watched:
+    """Wraps a request's streamer, or stands in for a missing one.
+
+    It ends the generation if the client went away, and stores the statistics before the client sees
+    the end of the text.
+    """
+
+    def __init__(self, request: ServedRequest, streamer: Any, model: Any, tokenizer: Any) -> None:
+        self._request, self._streamer, self._model = request, streamer, model
+        self._tokenizer, self._tokens = tokenizer, list[int]()
+
+    def put(self, value: Any) -> None:
+        """Pass a value on: the prompt, [1, length], or a token, [1]."""
+        if self._request.is_cancelled:
+            raise Cancelled
+        if value.ndim == 1:
+            self._request.has_begun = True
+            self._tokens += value.tolist()
+        if self._streamer is not None:
+            self._streamer.put(value)
+
+    def end(self) -> None:
+        """Pass the end of the text on."""
+        self._request.stats = stats.of_this_thread(self._model)
+        if self._request.streams:
+            self._request.unfinished_end = unfinished_end(self._tokens, self._tokenizer)
+        if self._streamer is not None:
+            self._streamer.end()

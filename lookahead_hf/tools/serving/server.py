@@ -1,10 +1,13 @@
-"""The server: transformers' own with speculation, and its counters."""
+"""The server: transformers' own behind our entrance, with speculation and counters."""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from itertools import accumulate
 from operator import attrgetter
@@ -13,24 +16,29 @@ from typing import Any
 import transformers
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import Response
+from jinja2 import TemplateError
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, generate_latest
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers import GenerationMixin
 
-import lookahead_hf
-from lookahead_hf import stats
 from lookahead_hf.call.prepared import Request
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.fallback import TRANSFORMERS
-from lookahead_hf.generation.assembly import build_drafters
+from lookahead_hf.generation.decode import build_drafters
 from lookahead_hf.stats import SpeculativeStats
-from lookahead_hf.tools.serving.answers import unfinished_end
-from lookahead_hf.tools.serving.compiling import trials
-from lookahead_hf.tools.serving.fields import Live, ServedRequest, allowed, current, listing
-from lookahead_hf.tools.serving.limits import USUAL, Limits
-from lookahead_hf.tools.serving.middleware import Entrance
-from lookahead_hf.tools.serving.running import Running, add_to_call
-from lookahead_hf.tools.serving.schemas import check_media, for_calls
-from lookahead_hf.verification import rng
+from lookahead_hf.tools.serving.answers import FAILED, Answer, Reply
+from lookahead_hf.tools.serving.checks import REFUSED, check_model, parsed, take_requests
+from lookahead_hf.tools.serving.fields import (
+    STOPPING,
+    USUAL,
+    Limits,
+    Live,
+    Refused,
+    ServedRequest,
+    current,
+)
+from lookahead_hf.tools.serving.schemas import for_calls, trials
 
 PREFIX = "lookahead_hf:spec_decode_num_"
 
@@ -72,15 +80,10 @@ SEAMS = (
     "utils.GenerationState.get_manager",
     "utils.GenerationState.use_continuous_batching",
     "utils.CBGenerateManager.init_cb",
-    "utils.InferenceThread",
     "utils.GenerateManager.submit",
     "utils.GenerateManager.async_submit",
 )
 """The parts of `transformers.cli.serving` that are altered."""
-
-
-class Cancelled(Exception):
-    """Ends a generation whose client went away."""
 
 
 class UnknownServerError(RuntimeError):
@@ -96,14 +99,14 @@ def speculating(
     api_key: str | None = None,
     together: bool = True,
 ) -> Iterator[None]:
-    """Let servers that transformers builds inside the `with` block generate speculatively.
+    """Let servers of one model that are built inside the `with` block generate speculatively.
 
-    Building a server raises ValueError if `config` does not suit its model, such as a pool of
-    another tokenizer.
+    Building a server raises ValueError if it has no model, or if `config` does not suit the model,
+    such as a pool of another tokenizer.
 
     Args:
         config: How to speculate by default.
-        prepare: Called with each model before its first request, such as `warm_up`.
+        prepare: Called with the model before its first request, such as `warm_up`.
         limits: What is granted to a request.
         api_key: What clients have to show, None if they need nothing.
         together: Whether requests are decoded together, by our queue.
@@ -112,38 +115,37 @@ def speculating(
         UnknownServerError: The installed transformers has another server.
     """
     server = _known_server()
+    from lookahead_hf.tools.serving.running import Running, ServedGenerate
+
     original = server.build_server
 
     def build_server(*args: Any, **kwargs: Any) -> Any:
-        app = original(*args, **kwargs)
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         metrics, live, manager = Metrics(), Live(), given["model_manager"]
-        state = given["generation_state"]
-        running = Running(state, manager, live, config, limits, together)
+        only_model = manager.force_model
+        if only_model is None:
+            raise ValueError("name the MODEL to serve, a folder or a name of the hub")
+        app = original(*args, **kwargs)
+        running = Running(given["generation_state"], config, limits, together)
 
         def enable(model: Any, processor: Any) -> None:
-            if isinstance(model, GenerationMixin) and not _is_served(model):
+            if isinstance(model, GenerationMixin) and running.tokenizer is None:
                 build_drafters(model, Request(config, tokenizer=processor), 1, False)
-                served = ServedGenerate(model, processor, config, metrics, limits)
+                served = ServedGenerate(model, processor, config, metrics.count, limits)
                 vars(model)["generate"] = served
-                running.tokenizers[model] = processor
+                running.tokenizer = processor
                 prepare(model)
 
-        _enable_models(manager, enable)
+        _enable_model(manager, enable)
         if hasattr(manager, "get_gen_models"):  # before transformers 5.24
-            manager.get_gen_models = listing(manager)
-        app.add_middleware(
-            Entrance,
-            config=config,
-            models=manager,
-            limits=limits,
-            key=api_key,
-            live=live,
-        )
+            listed = {"id": only_model, "object": "model", "created": 0, "owned_by": ""}
+            manager.get_gen_models = lambda: [listed]
+        entered = {"config": config, "only_model": only_model, "limits": limits}
+        app.add_middleware(Entrance, key=api_key, live=live, **entered)
         # Browsers ask without a key first, and read errors only from an answer that allows it.
         app.user_middleware.sort(key=lambda each: each.cls is not CORSMiddleware)
         _add_route(app, metrics)
-        _end_with(app, running)
+        _end_with(app, running.end)
         app.state.end_requests = live.end
         return app
 
@@ -156,12 +158,15 @@ def speculating(
 
 @contextmanager
 def ending_at_once() -> Iterator[None]:
-    """Let servers end their requests at the first signal, instead of waiting for their texts."""
+    """Let servers end their requests at the first signal, and the process at the second one."""
     import uvicorn
 
     original = uvicorn.Server.handle_exit
 
     def handle_exit(server: Any, *args: Any) -> None:
+        if server.should_exit:
+            trials.kill()
+            os._exit(130)  # whatever is computed, since a step may take long
         original(server, *args)
         state = getattr(server.config.app, "state", None)
         getattr(state, "end_requests", lambda: None)()
@@ -173,7 +178,7 @@ def ending_at_once() -> Iterator[None]:
         uvicorn.Server.handle_exit = original  # type: ignore[method-assign]
 
 
-def _end_with(app: Any, running: Running) -> None:
+def _end_with(app: Any, end: Callable[[], object]) -> None:
     """Let the threads of a server end with it."""
     inner = app.router.lifespan_context
 
@@ -181,7 +186,7 @@ def _end_with(app: Any, running: Running) -> None:
     async def lifespan(app: Any) -> AsyncIterator[Any]:
         async with inner(app) as state:
             yield state
-        running.end()
+        end()
         trials.end()
 
     app.router.lifespan_context = lifespan
@@ -206,21 +211,14 @@ def _known_server() -> Any:
     return server
 
 
-def _enable_models(manager: Any, enable: Callable[[Any, Any], None]) -> None:
-    """Enable the manager's models, now and as it loads them."""
+def _enable_model(manager: Any, enable: Callable[[Any, Any], None]) -> None:
+    """Enable the manager's model, now or when it is loaded."""
     load = manager.load_model_and_processor
 
     def load_and_enable(*args: Any, **kwargs: Any) -> Any:
-        request = current.get()
-        try:
-            model, processor = load(*args, **kwargs)
-        except (OSError, ValueError) as error:
-            if request is not None:
-                why = str(error).strip().partition("\n")[0]
-                request.refusal = f"the model cannot be loaded: {why}"
-            raise
+        model, processor = load(*args, **kwargs)
         enable(model, processor)
-        return model, for_calls(processor, model, request)
+        return model, for_calls(processor, model, current.get())
 
     for timed in manager.loaded_models.values():
         enable(timed.model, timed.processor)
@@ -234,125 +232,195 @@ def _add_route(app: Any, metrics: Metrics) -> None:
     app.add_api_route("/metrics", show, response_model=None, include_in_schema=False)
 
 
-def _is_served(model: Any) -> bool:
-    return isinstance(vars(model).get("generate"), ServedGenerate)
+PATHS = tuple(REFUSED)
+"""Where a request in JSON is answered with generated text."""
 
+OPEN = ("/health", "/metrics")
+"""What is answered without a key."""
+
+_OF_REQUESTS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
+"""Errors that a request can cause before anything is generated: they are its own."""
 
 _logger = logging.getLogger(__name__)
 
 
-class ServedGenerate:
-    """Replaces `generate` of a served model, and applies the fields of the current request.
+class Entrance:
+    """An ASGI middleware that admits requests, and ends those for which nobody waits any more.
 
     Args:
-        model: The model, which gets enabled.
-        tokenizer: Its tokenizer, or the processor that has it.
+        app: The application that answers.
         config: How to speculate by default.
-        metrics: Counts draft tokens.
+        only_model: The name of the server's model.
         limits: What is granted to a request.
+        key: What clients have to show, None if they need nothing.
+        live: Holds the requests that are not answered yet.
     """
 
     def __init__(
         self,
-        model: Any,
-        tokenizer: Any,
+        app: ASGIApp,
         config: SpeculativeConfig,
-        metrics: Metrics,
-        limits: Limits = USUAL,
+        only_model: str,
+        limits: Limits,
+        key: str | None,
+        live: Live,
     ) -> None:
-        self._generate = lookahead_hf.enable(model, config).generate
-        self._model, self._tokenizer, self._config = model, tokenizer, config
-        self._limits = limits
-        lookahead_hf.on_stats(model, metrics.count)
+        self._app, self._config, self._only_model = app, config, only_model
+        self._limits, self._key = limits, key
+        self._live = live
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        request = current.get() or ServedRequest()
-        if request.is_cancelled:
-            raise Cancelled
-        request.generates = True
-        config = kwargs.get("generation_config")
-        if request.samples and config is not None:
-            config.do_sample = True
-        if request.prediction is not None:
-            kwargs["prediction"] = request.prediction
-        if kwargs.get("streamer") is not None or _takes_streamer(self._model, config):
-            kwargs["streamer"] = _Watched(
-                request, kwargs.get("streamer"), self._model, self._tokenizer
-            )
-        try:
-            self._apply(request, kwargs, config)
-            kwargs["speculative"] = self._speculative(request, config)
-            with rng.drawing(self._model.device, request.seed):
-                output = self._generate(*args, **kwargs)
-        except Cancelled:
-            raise
-        except Exception as error:
-            # What a request sets itself is refused by torch as well.
-            own = request.length == "generation_config" and not request.has_begun
-            if isinstance(error, ValueError) or own:
-                request.refusal = str(error).strip().partition("\n")[0] or type(error).__name__
-            else:
-                _logger.exception("a request failed")
-            raise
-        request.stats = stats.of_this_thread(self._model)
-        return output
-
-    def _apply(self, request: ServedRequest, kwargs: dict[str, Any], config: Any) -> None:
-        """Add what a request asks for to the arguments of its generation."""
-        check_media(request, kwargs)
-        ids = kwargs.get("input_ids")
-        if config is None or ids is None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request, as ASGI asks for."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
             return
-        num_prompt, model, tokenizer = ids.shape[-1], self._model, self._tokenizer
-        added = add_to_call(request, config, num_prompt, model, tokenizer, self._limits)
-        for name, own in added.items():
-            kwargs[name] = [*(kwargs.get(name) or ()), *own]
+        request, live = ServedRequest(loop=asyncio.get_running_loop()), self._live
+        try:
+            self._check_key(scope)
+            if scope["method"] != "POST":
+                await self._app(scope, receive, send)
+                return
+            if live.is_ending:
+                raise Refused(STOPPING, 503)
+            if sum(not each.has_begun for each in live.requests) >= self._limits.waiting:
+                raise Refused("too many requests are waiting: try again later", 429)
+            live.requests.add(request)
+            try:
+                body = await self._read(scope, receive)
+                await self._serve(scope, body, request, receive, send)
+            finally:
+                live.requests.discard(request)
+        except Refused as refused:
+            await Reply(request, send, Answer([request]), holds=False).refuse(*refused.given)
+        except ConnectionAbortedError:  # before the whole body was there
+            return
 
-    def _speculative(self, request: ServedRequest, config: Any) -> Any:
-        """Return how to speculate: as the request says, else the model, else the server.
+    def _check_key(self, scope: Scope) -> None:
+        if self._key is None or scope["path"] in OPEN:
+            return
+        kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        is_right = secrets.compare_digest(key.strip().encode(), self._key.encode())
+        if kind.lower() != "bearer" or not is_right:
+            raise Refused("this server needs its API key", 401, "invalid_api_key")
 
-        A client can send a generation config of its own, which must not open files either.
-        """
-        if request.speculative is not None:
-            return request.speculative
-        asked = getattr(config, "speculative", None)
-        of_model = getattr(self._model.generation_config, "speculative", None)
-        if asked is not None and asked != of_model:
-            return allowed(asked, self._config)
-        return self._config if of_model is None else of_model
+    async def _read(self, scope: Scope, receive: Receive) -> bytes:
+        """Return the body of a request."""
+        most = int(self._limits.body_mb * 1e6)
+        too_large = Refused(f"a request has {self._limits.body_mb:g} MB at most: send less", 413)
+        said = Headers(scope=scope).get("content-length", "")
+        if said.isdecimal() and int(said[:20]) > most:
+            raise too_large
+        body = bytearray()
+
+        async def read() -> bytes:
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ConnectionAbortedError
+                body.extend(message.get("body", b""))
+                if len(body) > most:
+                    raise too_large
+                if not message.get("more_body", False):
+                    return bytes(body)
+
+        try:
+            return await asyncio.wait_for(read(), self._limits.seconds)
+        except asyncio.TimeoutError:
+            raise Refused(f"the request was not sent in {self._limits.seconds:g} seconds") from None
+
+    async def _serve(
+        self, scope: Scope, body: bytes, request: ServedRequest, receive: Receive, send: Send
+    ) -> None:
+        """Check a request's fields, and let the application answer it."""
+        path = scope["path"]
+        is_text = path in PATHS
+        taken, num_prompts = [(request, body)], 1
+        try:
+            if is_text:
+                given = path, parsed(body), self._config, self._only_model, self._limits
+                taken, num_prompts = take_requests(*given)
+            elif path == "/reset":
+                raise Refused("this server keeps its model", 403)
+            elif path in ("/load_model", "/v1/systemone"):
+                check_model(parsed(body).get("model"), self._only_model)
+        except ValueError as wrong:
+            raise Refused(str(wrong)) from wrong
+        # Ids name requests in the queue, so a client must not choose that of another one.
+        left_out = [b"x-request-id", *([b"content-type", b"content-length"] if is_text else [])]
+        headers = [each for each in scope["headers"] if each[0] not in left_out]
+        headers += [(b"content-type", b"application/json")] if is_text else []
+        requests = [each for each, _ in taken]
+        answer, live = Answer(requests, num_prompts), self._live.requests
+        live.discard(request)
+        live.update(requests)
+
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            answer.end()
+
+        watching = asyncio.ensure_future(watch())
+        try:
+            runs = [
+                self._run(each, sent, Reply(each, send, answer, holds=is_text), scope, headers)
+                for each, sent in taken
+            ]
+            await asyncio.gather(*runs)
+        finally:
+            watching.cancel()
+            live.difference_update(requests)
+
+    async def _run(
+        self,
+        request: ServedRequest,
+        body: bytes,
+        reply: Reply,
+        scope: Scope,
+        headers: Sequence[tuple[bytes, bytes]],
+    ) -> None:
+        """Run the application for one request, until it ends or nobody waits any more."""
+        unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def next_message() -> Message:
+            if not unread:
+                await request.over.wait()
+                return {"type": "http.disconnect"}
+            return unread.pop()
+
+        current.set(request)
+        own = {**scope, "headers": headers, "state": dict(scope.get("state") or {})}
+        answering = asyncio.ensure_future(self._app(own, next_message, reply))
+        over = asyncio.ensure_future(request.over.wait())
+        seconds = self._limits.seconds
+        try:
+            both = {answering, over}
+            done, _ = await asyncio.wait(both, timeout=seconds, return_when="FIRST_COMPLETED")
+            if not done:
+                request.end(f"an answer takes {seconds:g} seconds at most: ask for fewer tokens")
+            if answering not in done:
+                answering.cancel()
+                await asyncio.wait({answering})
+            _explain(request, None if answering.cancelled() else answering.exception())
+        finally:
+            request.end()
+            answering.cancel()
+            over.cancel()
+        if request.refusal is not None:
+            await reply.refuse(request.refusal, request.status)
 
 
-def _takes_streamer(model: Any, config: Any) -> bool:
-    """Whether a request without a streamer can get one: not for beams."""
-    beams = [getattr(each, "num_beams", None) for each in (config, model.generation_config)]
-    return not model.config.is_encoder_decoder and (beams[0] or beams[1] or 1) == 1
-
-
-class _Watched:
-    """Wraps a request's streamer, or stands in for a missing one.
-
-    It ends the generation if the client went away, and stores the statistics before the client sees
-    the end of the text.
-    """
-
-    def __init__(self, request: ServedRequest, streamer: Any, model: Any, tokenizer: Any) -> None:
-        self._request, self._streamer, self._model = request, streamer, model
-        self._tokenizer, self._tokens = tokenizer, list[int]()
-
-    def put(self, value: Any) -> None:
-        """Pass a value on: the prompt, [1, length], or a token, [1]."""
-        if self._request.is_cancelled:
-            raise Cancelled
-        if value.ndim == 1:
-            self._request.has_begun = True
-            self._tokens += value.tolist()
-        if self._streamer is not None:
-            self._streamer.put(value)
-
-    def end(self) -> None:
-        """Pass the end of the text on."""
-        self._request.stats = stats.of_this_thread(self._model)
-        if self._request.streams:
-            self._request.unfinished_end = unfinished_end(self._tokens, self._tokenizer)
-        if self._streamer is not None:
-            self._streamer.end()
+def _explain(request: ServedRequest, error: BaseException | None) -> None:
+    """Say why a request was not answered, if that is not known yet."""
+    if error is None or request.refusal is not None or request.is_cancelled:
+        return
+    if isinstance(error, TemplateError):
+        request.refusal = f"the model's chat template refuses the messages: {error}"
+    elif request.tools is not None and isinstance(error, ValueError):
+        why = str(error).partition("\n")[0]  # transformers reads whole calls alone
+        request.refusal = f"the answer ends within a tool's call: allow more tokens ({why})"
+    elif isinstance(error, _OF_REQUESTS) and not request.generates:
+        _logger.warning("a request was refused", exc_info=error)
+        request.refusal = "the request is not understood: compare its fields with OpenAI's API"
+    else:
+        _logger.error("a request failed", exc_info=error)
+        request.refusal, request.status = FAILED, 500

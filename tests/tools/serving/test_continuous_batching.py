@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -117,17 +116,3 @@ def test_log_probabilities_of_what_is_decoded_alone_are_refused(served: Served) 
 
     with pytest.raises(BadRequestError, match="logprobs are served where requests are decoded"):
         served.ask(logprobs=True, extra_body={"speculative": False})
-
-
-def test_the_queue_of_a_model_that_is_unloaded_ends(folder: str) -> None:
-    before = len(queues())
-    with serving(folder, SpeculativeConfig(**DRAFTING)) as served:
-        assert served.text() == served.text()
-        assert len(queues()) == before + 1
-        (timed,) = served.server._model_manager.loaded_models.values()
-        timed.delete_model()
-        end = time.monotonic() + 10
-        while len(queues()) > before and time.monotonic() < end:
-            time.sleep(0.05)
-        assert len(queues()) == before
-        assert served.text() == served.text()

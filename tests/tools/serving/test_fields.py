@@ -11,8 +11,8 @@ import pytest
 from lookahead_hf import SpeculativeConfig, SpeculativeStats
 from lookahead_hf.ngram_pool import NgramPool
 from lookahead_hf.tools.serving.answers import Answer, Reply, TextEnd
-from lookahead_hf.tools.serving.checks import CHAT, check_fields
-from lookahead_hf.tools.serving.fields import ServedRequest, take_request
+from lookahead_hf.tools.serving.checks import CHAT, check_fields, take_request
+from lookahead_hf.tools.serving.fields import ServedRequest
 
 POOL = NgramPool(64)
 SERVER = SpeculativeConfig(budget=4, pool=POOL)

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from lookahead_hf import SpeculativeConfig
 from lookahead_hf.tools.serving.checks import CHAT, COMPLETIONS, REFUSED, RESPONSES, check_fields
-from tests.helpers.served import Served, serving
-from tests.helpers.tiny_chat import DRAFTING
+from tests.helpers.served import Served
 
 SAID = [{"role": "user", "content": "a"}]
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
@@ -23,21 +21,14 @@ NEEDED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def without_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No model was ever loaded from the hub."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "none"))
-    monkeypatch.setattr("huggingface_hub.utils._cache_manager.HF_HUB_CACHE", str(tmp_path / "none"))
-
-
-def test_the_model_that_is_served_is_listed_without_a_cache(served: Served) -> None:
+def test_the_model_that_is_served_is_listed(served: Served) -> None:
     assert [each.id for each in served.client.models.list()] == [served.folder]
 
 
 @pytest.mark.parametrize(
     ("path", "fields", "said"),
     [
-        (CHAT, {"n": 9}, "n asks for 9 texts: ask for 8 at most"),
+        (CHAT, {"n": 9}, "n=9 is not served: Input should be less than or equal to 8"),
         (RESPONSES, {"n": 2}, "n=2 is not served: this server writes one answer"),
         (CHAT, {"logprobs": 3}, "logprobs=3 is not served: Input should be a valid boolean"),
         (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs=21 is not served: Input"),
@@ -118,6 +109,8 @@ def test_a_model_that_is_not_served(served: Served) -> None:
     with pytest.raises(NotFoundError, match="no model 'gpt-4o' here: this server has") as raised:
         served.client.chat.completions.create(model="gpt-4o", messages=SAID)
     assert raised.value.code == "model_not_found"
+    found = [served.post(path, {"model": "gpt-4o"})[0] for path in ("/load_model", "/reset")]
+    assert found == [404, 403]
 
 
 def test_a_temperature_samples_where_the_model_is_greedy_by_default(served: Served) -> None:
@@ -127,19 +120,6 @@ def test_a_temperature_samples_where_the_model_is_greedy_by_default(served: Serv
     assert len(texts) == 3 and greedy not in texts
     assert served.text(temperature=1.5, seed=1) in texts
     assert served.text(temperature=None) == served.text(temperature=0, top_p=0.5) == greedy
-
-
-def test_a_server_without_a_model_of_its_own(folder: str) -> None:
-    from openai import BadRequestError
-
-    with serving(folder, SpeculativeConfig(**DRAFTING)) as served:
-        served.server._model_manager.force_model = None
-        given = {"messages": SAID, "max_tokens": 4}
-        with pytest.raises(BadRequestError, match="the request has no model"):
-            served.client.chat.completions.create(model="", **given)
-        assert [each.id for each in served.client.models.list()] == [folder]
-        with pytest.raises(BadRequestError, match="the model cannot be loaded"):
-            served.client.chat.completions.create(model="/nowhere/at/all", **given)
 
 
 def test_an_answer_of_the_responses_api_is_no_stream_unless_asked_for(served: Served) -> None:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from signal import SIGTERM
 from typing import Any
 
 import pytest
 
 from lookahead_hf import SpeculativeConfig, structured, totals
 from lookahead_hf.tools.serving.checks import CHAT, COMPLETIONS, RESPONSES
-from lookahead_hf.tools.serving.compiling import Trials, trials
-from lookahead_hf.tools.serving.limits import Limits
+from lookahead_hf.tools.serving.fields import Limits
+from lookahead_hf.tools.serving.schemas import Trials, trials
+from lookahead_hf.tools.serving.server import ending_at_once
 from tests.helpers import grammars
 from tests.helpers.served import Served, hooked, joined, serving
 from tests.helpers.tiny_chat import DRAFTING
@@ -79,7 +82,7 @@ WRONG: list[tuple[str, Any]] = [
     (CHAT, b"{"),
     (CHAT, b"[" * 100_000),
     (CHAT, b"5"),
-    ("/load_model", {"model": 5}),
+    ("/load_model", b"5"),
     ("/v1/systemone", {"state": 5}),
 ]
 
@@ -305,6 +308,33 @@ def test_more_requests_than_may_wait(strict: Served) -> None:
         free.set()
         assert all(len(text.result()) == 4 for text in texts)
     assert int(raised.value.response.headers["retry-after"]) > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("together", [False, True])
+def test_a_signal_ends_requests_at_once(
+    folder: str, together: bool, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from openai import APIError
+
+    def signal(*args: Any) -> None:
+        server.handle_exit(SIGTERM, None)
+
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+
+    with ending_at_once(), serving(folder, CONFIG, continuous_batching=together) as served:
+        server = served.server.server
+        assert len(served.text(max_tokens=4)) == 4
+        with (
+            hooked(served.model, signal),
+            pytest.raises(APIError, match="the server is stopping") as raised,
+        ):
+            list(served.ask(max_tokens=1500, stream=stream))
+        if not codes:  # each further step of the model has sent a second one
+            signal()
+        assert {*codes} == {130}
+        assert getattr(raised.value, "status_code", 503) == 503
 
 
 @pytest.mark.parametrize("together", [False, True])

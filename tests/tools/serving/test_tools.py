@@ -12,9 +12,8 @@ import xgrammar
 from transformers import AutoTokenizer
 
 from lookahead_hf import SpeculativeConfig, structured, totals
-from lookahead_hf.tools.serving.compiling import compile_task
 from lookahead_hf.tools.serving.fields import ServedRequest
-from lookahead_hf.tools.serving.schemas import calling, for_calls, take_tools
+from lookahead_hf.tools.serving.schemas import calling, compile_task, for_calls, take_tools
 from tests.helpers import grammars
 from tests.helpers.grammars import LEVEL, schema
 from tests.helpers.served import Served, save_ascii_chat, serving

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
-import ipaddress
-import os
-import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,10 +11,10 @@ from typing import Any
 import click
 
 from lookahead_hf.config import SpeculativeConfig
-from lookahead_hf.tools.cli.loading import check_name, warm_up
-from lookahead_hf.tools.cli.parsing import CONFIG, POOL, VERSION, as_written, with_pool
+from lookahead_hf.tools.cli.models import warm_up
+from lookahead_hf.tools.cli.options import CONFIG, POOL, as_written, with_pool
 from lookahead_hf.tools.cli.screen import CommandError, Screen, check_installed
-from lookahead_hf.tools.serving.limits import Limits
+from lookahead_hf.tools.serving.fields import Limits
 
 NEEDS = ("fastapi", "uvicorn", "openai", "pydantic", "prometheus_client")
 """Packages of the extra `[serve]`, as they are imported."""
@@ -53,9 +49,8 @@ def _limits(command: Callable[..., None]) -> Callable[..., None]:
     "serve",
     epilog=as_written(_EXAMPLES),
     context_settings={"ignore_unknown_options": True},
-    options_metavar="[MODEL] [OPTIONS]",
+    options_metavar="MODEL [OPTIONS]",
 )
-@VERSION
 @CONFIG
 @POOL
 @click.option(
@@ -73,10 +68,7 @@ def _limits(command: Callable[..., None]) -> Callable[..., None]:
 )
 @_limits
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="")
-@click.pass_context
 def COMMAND(
-    context: click.Context,
-    /,
     config: SpeculativeConfig,
     pool: Path | None,
     api_key: str | None,
@@ -87,48 +79,9 @@ def COMMAND(
     """Serve a model over HTTP.
 
     This is the server of transformers; it generates speculatively. OpenAI's API is below /v1, and
-    counters are at /metrics. MODEL is a folder or a name of the Hugging Face hub; without it,
-    requests choose.
+    counters are at /metrics. MODEL is a folder or a name of the Hugging Face hub.
     """
     check_installed("The server", NEEDS, "serve")
-    is_plain = context.find_root().params.get("no_colour", False)
-    given = {name.removeprefix("max_"): value for name, value in limits.items()}
-    sharing = {"limits": Limits(**given), "api_key": api_key or None, "together": together}
-    _serve(list(words), with_pool(config, pool), Screen(is_plain), sharing)
-
-
-def _check_port(host: str | None, port: int | None) -> None:
-    """Raise CommandError if a port is taken or forbidden, before a model is loaded in vain."""
-    if port is None:  # which transformers refuses
-        return
-    if not 0 <= port < 2**16:
-        raise CommandError(f"--port takes a number from 0 to 65535, not {port}.")
-    hosts = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)  # "" stands for all
-    for family, *_, address in hosts:
-        try:
-            socket.create_server((address[0], port), family=family).close()
-        except OSError as error:  # of addresses that this machine lacks, the server knows more
-            if error.errno in (errno.EADDRINUSE, errno.EACCES):
-                why = os.strerror(error.errno)
-                raise CommandError(
-                    f"The server cannot listen on {host}:{port} ({why}): --port takes another port."
-                ) from error
-
-
-def _is_local(host: str | None) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
-    except ValueError:
-        return False
-
-
-def _serve(
-    words: list[str],
-    config: SpeculativeConfig,
-    screen: Screen,
-    sharing: dict[str, Any],
-) -> None:
-    """Run transformers' command with these words, and `speculating` with `sharing`, to the end."""
     import typer
     from transformers.cli.serve import Serve
 
@@ -141,17 +94,14 @@ def _serve(
     program = typer.Typer(add_completion=False)
     program.command()(Serve)
     command = typer.main.get_command(program)
-    parsed = command.make_context("serve", [*words], resilient_parsing=True)
-    if name := parsed.params.get("force_model"):
-        check_name(name.partition("@")[0], "MODEL")  # what follows is a revision
+    own: dict[str, Any] = {"api_key": api_key or None, "together": together}
+    own["limits"] = Limits(**{name.removeprefix("max_"): value for name, value in limits.items()})
+    config, screen = with_pool(config, pool), Screen()
+    if not api_key:
+        screen.note("Without --api-key, whoever reaches the port is answered.")
     try:
-        _check_port(parsed.params.get("host"), parsed.params.get("port"))
-        if not sharing["api_key"]:
-            reach = "this machine" if _is_local(parsed.params.get("host")) else "any machine"
-            screen.note(f"Without --api-key, whoever reaches the port from {reach} is answered.")
-        serving = speculating(config, partial(warm_up, screen), **sharing)
-        with serving, ending_at_once():
-            command(words, prog_name="lookahead-hf serve")
+        with speculating(config, partial(warm_up, screen), **own), ending_at_once():
+            command([*words], prog_name="lookahead-hf serve")
     except SystemExit as end:
         if end.code:
             raise click.exceptions.Exit(int(end.code)) from None
