@@ -12,8 +12,7 @@ from lookahead_hf.call.prepared import Request
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.drafter import Drafter, Step
-from lookahead_hf.drafting.ensemble import Ensemble
-from lookahead_hf.drafting.merge import head
+from lookahead_hf.drafting.ensemble import Ensemble, head
 from lookahead_hf.drafting.rates import KeptRates
 from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.sources.recycling import RecyclingDrafter

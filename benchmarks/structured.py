@@ -24,7 +24,7 @@ import common
 import torch
 
 import lookahead_hf
-from lookahead_hf.logits.grammars.llguidance import LLGuidance
+from lookahead_hf.logits.grammars import LLGuidance
 from lookahead_hf.tools.cli.commands.env import machine
 from lookahead_hf.tools.cli.measuring import PLAIN, Call, Run, summarize, timed_call
 

@@ -15,8 +15,7 @@ from transformers import GenerationMixin
 
 from lookahead_hf.call import optional
 from lookahead_hf.config import SpeculativeConfig
-from lookahead_hf.drafting.memory import memory_of
-from lookahead_hf.drafting.rates import LearnedRate
+from lookahead_hf.drafting.rates import LearnedRate, memory_of
 from lookahead_hf.generation.strategy import run
 from lookahead_hf.model import compat
 from lookahead_hf.model.state import state_of

@@ -16,8 +16,8 @@ from lookahead_hf.call import admission
 from lookahead_hf.call.admission import Purpose
 from lookahead_hf.config import SpeculativeConfig, check_int
 from lookahead_hf.draft import DraftTree
-from lookahead_hf.drafting.costs import SIZES
-from lookahead_hf.drafting.memory import memory_of, placement
+from lookahead_hf.drafting.budget import SIZES
+from lookahead_hf.drafting.rates import memory_of, placement
 from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.model import compat
 from lookahead_hf.ngram_pool import compilation

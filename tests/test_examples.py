@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lookahead_hf.drafting.costs import SLOPE, CostCurve
+from lookahead_hf.drafting.budget import SLOPE, CostCurve
 from tests.helpers.compared import speculated
 from tests.helpers.tiny_chat import save_looping_chat
 

@@ -52,8 +52,6 @@ fuzzed = settings(REPEATABLE, max_examples=200)
 
 FIELDS = tuple(SpeculativeConfig().to_dict())
 OPTIONS = {
-    "ngram": "min_ngram max_ngram",
-    "pool": "min_ngram",
     "recycling": "top_k num_next capacity keep",
     "lookahead": "window ngram_size num_ngrams",
     "assistant": "num_draft top_k beam min_reach",

@@ -61,7 +61,7 @@ NARROW = {
 
 PACKAGES = {
     "call.optional": set(),
-    "ngram_pool": {"numpy", "numba"},
+    "ngram_pool": {"numpy", "numba", "safetensors"},
     "draft": {"numpy"},
     "rows": {"numpy"},
     "config": set(),
@@ -217,7 +217,7 @@ def test_only_two_tables_name_what_is_outside_of_the_core() -> None:
         ("rows", "if TYPE_CHECKING:\n    from lookahead_hf.runner.host import Runner"),
         ("drafting.registry", "from lookahead_hf.verification import walk"),
         ("kernels.reference", "import lookahead_hf.draft"),
-        ("ngram_pool.store", "import torch"),
+        ("ngram_pool.pool", "import torch"),
         ("block.masks", "def f():\n    from lookahead_hf.runner.host import Runner"),
         ("stats", "from lookahead_hf.rows import Rows"),
         ("runner.attention", "from lookahead_hf.engines.cuda.graphs import GraphSet"),

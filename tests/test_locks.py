@@ -29,7 +29,7 @@ from tests.helpers.models import prompt, tiny
 from tests.helpers.requests import WAIT, prompts, running, settings
 from tests.helpers.scripted import chain
 
-GENERATORS = "lookahead_hf.verification.rng._taken"
+GENERATORS = "lookahead_hf.verification.noise._taken"
 
 KINDS = {type(threading.Lock()), type(threading.RLock())}
 

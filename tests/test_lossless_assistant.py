@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lookahead_hf.sources.assistant.drafter import AssistantDrafter
+from lookahead_hf.sources.assistant import AssistantDrafter
 from tests.helpers.calls import GREEDY, compare, padded
 from tests.helpers.models import VOCAB, characters, prompt, tiny, unsure
 

@@ -20,7 +20,7 @@ import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.drafting import NgramDrafter
 from lookahead_hf.logits import constraints
-from lookahead_hf.logits.grammars.llguidance import LLGuidance
+from lookahead_hf.logits.grammars import LLGuidance
 from lookahead_hf.ngram_pool import compilation
 from tests.helpers import grammars, requests
 from tests.helpers.compared import served

@@ -12,7 +12,7 @@ import torch
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig, warmup
 from lookahead_hf.call import execution
-from lookahead_hf.drafting.memory import memory_of, placement
+from lookahead_hf.drafting.rates import memory_of, placement
 from lookahead_hf.engines.cuda import graphs
 from lookahead_hf.ngram_pool import compilation
 from tests.helpers.compared import speculated

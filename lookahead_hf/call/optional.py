@@ -11,7 +11,7 @@ MODULES = {
     "cpu kernels": "lookahead_hf.engines.cpu.kernels.program",
     "cuda": "lookahead_hf.engines.cuda.runner",
     "recurrent states": "lookahead_hf.engines.hybrid",
-    "grammar": "lookahead_hf.sources.grammar.drafter",
+    "grammar": "lookahead_hf.sources.grammar",
     "processes": "lookahead_hf.distributed",
     "continuous batching": "lookahead_hf.queue.methods",
     "pages of a trace": "lookahead_hf.tools.trace",

@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 _HOME = {
-    "AssistantDrafter": "..sources.assistant.drafter",
+    "AssistantDrafter": "..sources.assistant",
     "DraftTree": "..draft",
     "Drafter": ".drafter",
     "HeadsDrafter": "..sources.heads",

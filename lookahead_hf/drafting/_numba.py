@@ -47,9 +47,6 @@ def pop(heap, top, size, reach):
     return size
 
 
-# mypy: disable-error-code="no-untyped-def"
-
-
 # Rows of the scratch arrays.
 PARENT, DEPTH, FIRST_ENTRY, LAST_ENTRY, FIRST_CHILD, NEXT_SIBLING, PLACE = range(7)
 ENTRY_SOURCE, ENTRY_BUCKET, NEXT_ENTRY = range(3)
@@ -344,9 +341,6 @@ def head_order(row_offsets, parents, counts):
             node = below
         offsets[row + 1] = written
     return offsets, order[:written], moved_parents[:written]
-
-
-# mypy: disable-error-code="no-untyped-def"
 
 
 @jit

@@ -1,17 +1,19 @@
-"""How often drafts are accepted, and how long a source that fails rests."""
+"""How often drafts are accepted, how long a source that fails rests, and what later calls find."""
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from lookahead_hf import ngram_pool
 from lookahead_hf.draft import DraftTree, Verdict
+from lookahead_hf.drafting.budget import CostModel
 from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.model.state import kept
 
 PRIOR_WEIGHT = 10.0
 """Number of tests that a source's own estimate counts for."""
@@ -84,14 +86,12 @@ class KeptRates:
     """Learned rates of each source between the calls of one model.
 
     A call works on a copy and adds its counts at its end, so concurrent calls neither wait nor lose
-    counts. Greedy and sampled calls are kept apart. Beyond `capacity` sources, the least recently
-    used is dropped.
+    counts. Greedy and sampled calls are kept apart.
     """
 
-    def __init__(self, capacity: int = 64) -> None:
-        self._capacity = capacity
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: OrderedDict[_Key, _Kept] = OrderedDict()
+        self._kept: dict[_Key, _Kept] = {}
 
     def lease(self, sources: Sequence[Drafter], do_sample: bool) -> Calibration:
         """Return a calibration for one call, starting from earlier calls."""
@@ -115,8 +115,6 @@ class KeptRates:
                 # The same rates from at most `MEMORY` tests.
                 total = total * np.minimum(1.0, MEMORY / np.maximum(total[1], 1.0))
                 self._kept[key] = total, prior
-            while len(self._kept) > self._capacity:
-                self._kept.popitem(last=False)
 
     def table(self) -> list[LearnedRate]:
         """Return all classes that were ever tested, the latest call's sources last."""
@@ -225,3 +223,34 @@ class SourceBackoff:
             longest = max(1, round(price[dearest] / PRICE))
             length = min(max(1, 2 * self._length[dearest]), longest)
             self._length[dearest] = self._left[dearest] = length
+
+
+OWN_POOL_TOKENS = 1_000_000
+
+_lock = threading.Lock()
+
+
+class ModelMemory:
+    """The rates, costs, vocabularies and own pool of a model.
+
+    Only the pool holds tokens, and it stays empty unless a call learns.
+    """
+
+    def __init__(self) -> None:
+        self.rates, self.costs = KeptRates(), CostModel()
+        self.vocabularies: dict[str, Any] = {}  # of the source "grammar"
+        self._pool: ngram_pool.NgramPool | None = None
+
+    def own_pool(self) -> ngram_pool.NgramPool:
+        with _lock:
+            self._pool = self._pool or ngram_pool.NgramPool(max_tokens=OWN_POOL_TOKENS)
+            return self._pool
+
+
+def memory_of(model: Any) -> ModelMemory:
+    return kept(model, ModelMemory, ModelMemory)
+
+
+def placement(model: Any) -> str:
+    """Return the device and dtype of a model, which change the cost of its steps."""
+    return f"{model.device} {model.dtype}"

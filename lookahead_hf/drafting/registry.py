@@ -14,10 +14,8 @@ from lookahead_hf.call import optional
 from lookahead_hf.config import DEFAULT_DRAFTERS, drafter_name
 from lookahead_hf.draft import Verdict
 from lookahead_hf.drafting.drafter import Drafter, TargetCall, warn_of_failure
-from lookahead_hf.drafting.ensemble import Ensemble
-from lookahead_hf.drafting.memory import memory_of
-from lookahead_hf.drafting.merge import head
-from lookahead_hf.drafting.rates import Calibration
+from lookahead_hf.drafting.ensemble import Ensemble, head
+from lookahead_hf.drafting.rates import Calibration, memory_of
 from lookahead_hf.drafting.sources.user import UserDrafter
 from lookahead_hf.ngram_pool.compilation import drafting
 from lookahead_hf.ngram_pool.pool import open_pool
@@ -26,7 +24,7 @@ from lookahead_hf.utils import known_names
 
 if TYPE_CHECKING:
     from lookahead_hf.call.prepared import Request
-    from lookahead_hf.logits.grammars.protocol import Grammar
+    from lookahead_hf.logits.grammars import Grammar
     from lookahead_hf.rows import EncoderInputs
 
 
@@ -96,7 +94,7 @@ def _by_name(name: str, request: Request, model: Any, call: TargetCall) -> Draft
         raise ValueError(
             f"options of the drafter {name!r} cannot set keep=True: given by name, a drafter ends "
             "with its call. Give an object that lives longer, such as "
-            "drafters=(NgramDrafter(keep=True), RecyclingDrafter(keep=True))"
+            'drafters=("ngram", RecyclingDrafter(keep=True))'
         )
     try:
         drafter: Drafter = make(*first, **own, **options)

@@ -15,9 +15,8 @@ from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.budget import Budget, FixedRunner
 from lookahead_hf.drafting.drafter import Drafter
-from lookahead_hf.drafting.ensemble import Ensemble
-from lookahead_hf.drafting.memory import memory_of, placement
-from lookahead_hf.drafting.merge import head, likeliest_chain
+from lookahead_hf.drafting.ensemble import Ensemble, head, likeliest_chain
+from lookahead_hf.drafting.rates import memory_of, placement
 from lookahead_hf.drafting.sources.user import UserDrafter
 from lookahead_hf.ngram_pool.compilation import drafting
 from lookahead_hf.rows import Rows
@@ -70,8 +69,8 @@ INVARIANT_WIDTH = 16
 """Tokens per row of every block with `draft_invariant`, whatever the drafters and the budget. Of a
 longer chain, seldom more than 15 tokens are accepted."""
 
-MOST_RESTS = 15
-"""Most steps without a draft after a draft whose K or V were not finite."""
+NUM_RESTS = 8
+"""Steps without a draft after a draft whose K or V were not finite."""
 
 CHAIN_OF = 64
 """Nodes of the tree from which a chain is taken."""
@@ -137,7 +136,7 @@ class DraftSession:
         self._guard = self._ensemble.guard
         self.num_undrafted = np.zeros(rows.num_rows, np.int64)
         self._begun = False
-        self._rest = self._resting = 0
+        self._resting = 0
 
     @property
     def _goes_on(self) -> bool:
@@ -206,9 +205,8 @@ class DraftSession:
         self._budget.most_nodes = most_nodes
 
     def spoiled(self, outputs: Any) -> None:
-        """Rest for some steps, longer each time: a draft turned its step's logits into NaN."""
-        self._rest = min(2 * self._rest + 1, MOST_RESTS)
-        self._resting = self._rest + 1
+        """Rest for some steps: a draft turned its step's logits into NaN."""
+        self._resting = 1 + NUM_RESTS
         self.prepare(outputs)
 
     def observe(

@@ -32,7 +32,7 @@ from lookahead_hf.verification.lockstep import Lockstep
 from lookahead_hf.verification.select import DEVICE, choose_verifier
 
 if TYPE_CHECKING:
-    from lookahead_hf.logits.grammars.protocol import Grammar
+    from lookahead_hf.logits.grammars import Grammar
     from lookahead_hf.rows import EncoderInputs
 
 

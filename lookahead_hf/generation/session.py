@@ -23,7 +23,7 @@ from lookahead_hf.rows import Rows
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.prefill import prefill
 from lookahead_hf.runner.processes import Processes
-from lookahead_hf.verification.verifier import Verifier
+from lookahead_hf.verification.walk import Verifier
 
 if TYPE_CHECKING:
     from lookahead_hf.runner.outputs import StepOutputs

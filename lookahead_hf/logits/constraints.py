@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lookahead_hf.logits.grammars.protocol import Grammar
+from lookahead_hf.logits.grammars import Grammar, LLGuidance, OutlinesCore, XGrammar
 from lookahead_hf.model import compat
 
 
@@ -86,8 +86,6 @@ def find_constraint(processors: Any, num_rows: int) -> Constraint | None:
 
 
 def _xgrammar(processor: Any, num_rows: int) -> Constraint | None:
-    from lookahead_hf.logits.grammars.xgrammar import XGrammar
-
     grammars = processor.compiled_grammars
     if processor.matchers or processor.prefilled or len(grammars) not in (1, num_rows):
         return None
@@ -116,24 +114,6 @@ def _outlines(
     return Constraint(processor, shadow, alone, matchers, advance)
 
 
-def _outlines_xgrammar(processor: Any) -> Grammar:
-    from lookahead_hf.logits.grammars.xgrammar import XGrammar
-
-    return XGrammar(processor.compiled_grammar)
-
-
-def _outlines_llguidance(processor: Any) -> Grammar:
-    from lookahead_hf.logits.grammars.llguidance import LLGuidance
-
-    return LLGuidance(processor.llg_tokenizer, processor.grammar)
-
-
-def _outlines_core(processor: Any) -> Grammar:
-    from lookahead_hf.logits.grammars.outlines_core import OutlinesCore
-
-    return OutlinesCore(processor.index)
-
-
 def _accept(matcher: Any, token: int) -> None:
     if not matcher.is_terminated():
         matcher.accept_token(token)
@@ -148,14 +128,14 @@ _KNOWN: dict[str, Callable[[Any, int], Constraint | None]] = {
     "lookahead_hf.structured.Processor": _xgrammar,
     "xgrammar.contrib.hf.LogitsProcessor": _xgrammar,
     "outlines.backends.outlines_core.OutlinesCoreLogitsProcessor": partial(
-        _outlines, _outlines_core, compat.OUTLINES_GUIDES, _advance_guide
+        _outlines, lambda its: OutlinesCore(its.index), compat.OUTLINES_GUIDES, _advance_guide
     ),
     "outlines.backends.xgrammar.XGrammarLogitsProcessor": partial(
-        _outlines, _outlines_xgrammar, compat.OUTLINES_MATCHERS, _accept
+        _outlines, lambda its: XGrammar(its.compiled_grammar), compat.OUTLINES_MATCHERS, _accept
     ),
     "outlines.backends.llguidance.LLGuidanceLogitsProcessor": partial(
         _outlines,
-        _outlines_llguidance,
+        lambda its: LLGuidance(its.llg_tokenizer, its.grammar),
         "ll_matchers",
         lambda matcher, token: matcher.consume_token(token),
     ),

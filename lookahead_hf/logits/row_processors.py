@@ -11,11 +11,25 @@ import torch
 from transformers.generation import logits_process as hf
 
 from lookahead_hf.logits.constraints import Constraint, recognise
-from lookahead_hf.logits.presence import PresencePenalty
 from lookahead_hf.logits.warpers import twin
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """`(ids [1, columns], scores [1, vocab]) -> scores [1, vocab]`."""
+
+
+class PresencePenalty(hf.LogitsProcessor):
+    """Lowers the scores of tokens that the text has after its prompt, as OpenAI's API does."""
+
+    def __init__(self, penalty: float, num_prompt: int) -> None:
+        """`num_prompt`: tokens of the prompt, which do not count."""
+        self.penalty, self.num_prompt = penalty, num_prompt
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return the scores, [rows, vocab], for texts, [rows, columns]."""
+        written = input_ids[:, self.num_prompt :]
+        found = torch.zeros_like(scores).scatter_(1, written, self.penalty)
+        return scores - found
+
 
 SCORES_ONLY = frozenset(
     {

@@ -9,6 +9,9 @@ An index consists of three arrays, which `suffix_index` owns and enlarges:
 An *occurrence* of a context is the place of the token that follows it. Only contexts of 1, 2, 4
 and 8 tokens are keys; for lengths in between and above, the tokens before their occurrences are
 compared. So an insertion writes four entries, and a look-up visits at most 60 occurrences.
+
+A call serves the indexes of many rows. A row of int64, the *state*, describes an index: the
+addresses and sizes of its arrays, and how far they are filled.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -16,10 +19,13 @@ compared. So an insertion writes four entries, and a look-up visits at most 60 o
 from __future__ import annotations
 
 import numpy as np
+from numba import carray, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 from lookahead_hf.ngram_pool import matches
 from lookahead_hf.ngram_pool.jit import jit, jit_inner
-from lookahead_hf.ngram_pool.matches import BORDER, NUM_KEYS, NUM_SHARES, NUM_TOTALS
+from lookahead_hf.ngram_pool.matches import BORDER, LONGEST_MATCH, NUM_KEYS, NUM_SHARES, NUM_TOTALS
 
 FREE = -1
 LONGEST_KEY = 1 << (NUM_KEYS - 1)
@@ -29,7 +35,7 @@ MOST_VISITS = sum(matches.VISITS)
 # Arrays, because numba reads constant arrays in place but copies a tuple at every access.
 VISITS = np.array(matches.VISITS)
 # Class of each match length, and the key that finds the matches of each class.
-LEVEL_OF = np.array([matches.level_of(n) for n in range(matches.LONGEST_MATCH + 1)])
+LEVEL_OF = np.array([matches.level_of(n) for n in range(LONGEST_MATCH + 1)])
 KEY_OF_LEVEL = np.array([min(n, LONGEST_KEY).bit_length() - 1 for n in matches.LEVELS])
 
 # Columns of `nodes` and of `found`.
@@ -81,14 +87,13 @@ def rehash(text, heads, larger):
 
 
 @jit_inner
-def grow(text, links, heads, start, limits, rates, min_score, nodes, scores):
+def grow(text, links, heads, start, rates, min_score, nodes, scores):
     """Fill `nodes` [max_nodes, 6] and `scores` [max_nodes], best first; return their number.
 
     The tree follows `start`, a text's last tokens, newest first. `scores` and `order` hold the
     nodes so far and, after them, the best candidates by score: the first candidate becomes the next
     node.
     """
-    min_ngram, max_ngram = limits
     max_nodes, known = len(scores), len(start)
     buffer = np.empty(max_nodes + known, np.int32)
     for i in range(known):
@@ -101,9 +106,9 @@ def grow(text, links, heads, start, limits, rates, min_score, nodes, scores):
     while node + 1 < max_nodes:
         shortest = _shortest_key(best_rates, score, min_score, scores, num_ranked)
         if shortest < NUM_KEYS:
-            context = buffer[max_nodes - depth :][: min(depth + known, max_ngram)]
+            context = buffer[max_nodes - depth :][: min(depth + known, LONGEST_MATCH)]
             _write_path(nodes, node, context[:depth])
-            num_found = _look_up(text, links, heads, context, min_ngram, shortest, scratch)
+            num_found = _look_up(text, links, heads, context, shortest, scratch)
             for i in range(num_found):
                 reach = score * rates[found[i, BUCKET]]
                 if reach >= min_score:
@@ -177,7 +182,7 @@ def _match_len(text, place, context, equal, most):
 
 
 @jit_inner
-def _look_up(text, links, heads, context, min_ngram, shortest, scratch):
+def _look_up(text, links, heads, context, shortest, scratch):
     """Fill `found` with the tokens that followed the context; return their number.
 
     Occurrences are visited from the longest key down to `shortest`, except those that a longer key
@@ -193,7 +198,7 @@ def _look_up(text, links, heads, context, min_ngram, shortest, scratch):
         for _ in range(VISITS[k]):
             match_len = _match_len(text, place, context, 1 << k, min(place, most))
             is_longest = match_len < most or k == longest
-            if match_len >= min_ngram and is_longest and text[place] > BORDER:
+            if is_longest and text[place] > BORDER:
                 level = LEVEL_OF[match_len]
                 occurrences[level] += 1
                 num_found = _note(found, num_found, text[place], level)
@@ -287,3 +292,102 @@ def _rank(ranked, order, scores, first, num_ranked, candidate, score):
     for i in range(len(candidate)):
         ranked[row, i] = candidate[i]
     return min(num_ranked + 1, len(order))
+
+
+# Columns of the states: addresses, sizes of `text` and `heads`, tokens and entries so far.
+TEXT, LINKS, HEADS, TEXT_ROOM, NUM_HEADS, LENGTH, NUM_ENTRIES = range(7)
+NUM_COLUMNS = 7
+
+FILL = 0.75
+"""How full a hash table may be."""
+
+
+@intrinsic
+def _pointer(_, address):
+    """Return an address as the pointer that `carray` takes."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(address), generate
+
+
+@jit_inner
+def _arrays(state):
+    room = state[TEXT_ROOM]
+    text = carray(_pointer(state[TEXT]), (room,), np.int32)
+    links = carray(_pointer(state[LINKS]), (room, NUM_KEYS), np.int32)
+    return text, links, carray(_pointer(state[HEADS]), (state[NUM_HEADS],), np.int32)
+
+
+@jit
+def insert_rows(states, offsets, token_ids, done):
+    """Append to each row's index its tokens from `done` on; return whether all had room.
+
+    `states` are [rows, 7] int64, `offsets` those of the rows' tokens, [rows + 1]; `done`, [rows],
+    is counted up.
+    """
+    context = np.empty(LONGEST_KEY, np.int32)
+    is_complete = True
+    for row in range(len(states)):
+        state = states[row]
+        first, last = offsets[row] + done[row], offsets[row + 1]
+        if first == last:
+            continue
+        text, links, heads = _arrays(state)
+        most_entries = int(FILL * len(heads))
+        for at in range(first, last):
+            length = state[LENGTH]
+            if length == len(text) or state[NUM_ENTRIES] + NUM_KEYS > most_entries:
+                is_complete = False
+                break
+            token = np.int32(token_ids[at])
+            state[NUM_ENTRIES] += insert(text, links, heads, length, token, context)
+            state[LENGTH] = length + 1
+            done[row] += 1
+    return is_complete
+
+
+@jit
+def last_tokens(states, live, most):
+    """Return the last tokens of each live row's text, newest first, and their number.
+
+    They are [rows, most] int32 and [rows] int64; rows that are not live have none.
+    """
+    tokens = np.empty((len(states), most), np.int32)
+    known = np.zeros(len(states), np.int64)
+    for row in range(len(states)):
+        if live[row]:
+            text, _, _ = _arrays(states[row])
+            known[row] = gather(text, states[row, LENGTH], tokens[row])
+    return tokens, known
+
+
+@jit
+def grow_rows(states, starts, known, rates, min_score, max_nodes):
+    """Grow a tree per row after its start; return the fields of a `DraftTree` and the buckets.
+
+    `starts` and `known` are as `last_tokens` returns them; nothing follows an empty start.
+    """
+    num_rows = len(states)
+    offsets = np.zeros(num_rows + 1, np.int64)
+    tokens = np.empty(num_rows * max_nodes, np.int64)
+    fields = np.empty((3, num_rows * max_nodes), np.int32)
+    out_score = np.empty(num_rows * max_nodes, np.float32)
+    nodes, scores = np.empty((max_nodes, NUM_FIELDS), np.int32), np.empty(max_nodes)
+    for row in range(num_rows):
+        first = offsets[row]
+        text, links, heads = _arrays(states[row])
+        start = starts[row, : known[row]]
+        count = grow(text, links, heads, start, rates, min_score, nodes, scores)
+        for node in range(count):
+            tokens[first + node] = nodes[node, TOKEN]
+            fields[0, first + node] = nodes[node, PARENT]
+            fields[1, first + node] = nodes[node, DEPTH]
+            fields[2, first + node] = nodes[node, BUCKET]
+            out_score[first + node] = scores[node]
+        offsets[row + 1] = first + count
+    end = offsets[num_rows]
+    return (
+        offsets, tokens[:end], fields[0, :end], fields[1, :end], out_score[:end], fields[2, :end]
+    )  # fmt: skip

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
-
-import numpy as np
 
 BORDER = -1
 """Separates two texts in an index: no match contains it, and no text continues into it."""
@@ -25,32 +22,6 @@ NUM_BUCKETS = len(LEVELS) * NUM_SHARES * NUM_TOTALS
 LONGEST_MATCH = LEVELS[-1]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Continuations:
-    """A tree of tokens that may follow a text, best paths first, parents before children.
-
-    The longest matches before a token decide its bucket: the class of their length, the number of
-    matches of that class or a higher one, and the share of them that the token followed.
-    """
-
-    score: np.ndarray  # [nodes] float32, product of the buckets' rates along the path
-    token_ids: np.ndarray  # [nodes] int64
-    parents: np.ndarray  # [nodes] int32, -1 for tokens that follow the text directly
-    depth: np.ndarray  # [nodes] int32, 1 for tokens that follow the text directly
-    bucket: np.ndarray  # [nodes] int32
-
-
 def level_of(match_len: int) -> int:
     """Return the class of a match length: its index in `LEVELS`."""
     return bisect_right(LEVELS, match_len) - 1
-
-
-def check_limits(min_ngram: int, max_ngram: int) -> None:
-    """Raise ValueError if match lengths are not ints with `1 <= min_ngram <= max_ngram <= 32`."""
-    # A bool is an int to Python; comparing an array with a number yields no truth value.
-    are_ints = {type(min_ngram), type(max_ngram)} == {int}
-    if not are_ints or not 1 <= min_ngram <= max_ngram <= LONGEST_MATCH:
-        raise ValueError(
-            f"min_ngram={min_ngram!r} and max_ngram={max_ngram!r} were given: choose integers with "
-            f"1 <= min_ngram <= max_ngram <= {LONGEST_MATCH}"
-        )

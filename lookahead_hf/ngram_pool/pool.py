@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.numpy
 
-from lookahead_hf.ngram_pool import store
 from lookahead_hf.ngram_pool.compilation import drafting
-from lookahead_hf.ngram_pool.matches import (
-    BORDER,
-    LONGEST_MATCH,
-    Continuations,
-    check_limits,
-)
-from lookahead_hf.ngram_pool.store import MOST_TOKENS, MOST_VOCABULARY, Contents
-from lookahead_hf.ngram_pool.suffix_index import SuffixIndexes
+from lookahead_hf.ngram_pool.matches import BORDER, NUM_KEYS
+from lookahead_hf.ngram_pool.suffix_index import Arrays, SuffixIndexes
+from lookahead_hf.utils import replacing
+
+FORMAT = "lookahead_hf.ngram_pool"
+VERSION = 2
+
+MOST_TOKENS = 2**29
+"""Largest pool: an int32 entry of `heads` keeps a place and the number of a key."""
+
+MOST_VOCABULARY = 2**31 - 1
 
 CHUNK = 1024
 """Tokens that are added at once: the most that another thread's look-up waits for."""
@@ -34,7 +40,7 @@ class PoolInfo:
         num_tokens: Tokens held.
         num_texts: Ends of texts held.
         max_tokens: Most tokens and ends of texts that the pool can hold.
-        num_ngrams: Different 1-, 2-, 4- and 8-grams that can be looked up.
+        num_ngrams: 1-, 2-, 4- and 8-grams that can be looked up, different ones in each half.
         nbytes: Size of the contents, in memory as in a file.
         vocab_size: All token ids are below it; None: unknown.
         tokenizer_fingerprint: Identifies the tokenizer; None: unknown.
@@ -52,18 +58,16 @@ class PoolInfo:
 class NgramPool:
     """Remembers the newest tokens of all texts that were added, and finds n-grams in them.
 
-    When it is full, the older half of its tokens leaves, and the newer half is indexed again. All
-    methods may be called from several threads.
-
-    A loaded pool maps its file and never writes to it: added texts stay in this process until
-    `save`. The file may be deleted or replaced meanwhile, but not written into: every method then
-    raises ValueError until the pool is loaded again, and a process that is reading the file at that
-    moment may end.
+    It has two indexes: one that grows, and an older one with about half of `max_tokens`. When the
+    pool is full, the older tokens leave, the other index takes their place, and an empty one
+    begins. All methods may be called from several threads. Texts that are added to a loaded pool
+    stay in this process until `save`.
 
     Example:
         >>> pool = NgramPool()
         >>> pool.add([5, 6, 7, 8])
-        >>> pool.grow([1, 5, 6], np.full(NUM_BUCKETS, 0.5), max_nodes=3).token_ids.tolist()
+        >>> _, token_ids, *_ = pool.grow([[1, 5, 6]], np.full(NUM_BUCKETS, 0.5), max_nodes=3)
+        >>> token_ids.tolist()
         [7, 8]
     """
 
@@ -85,61 +89,56 @@ class NgramPool:
             NumbaMissingError: numba is missing or cannot be imported.
             ValueError: An argument has the wrong type or is out of range.
         """
-        _check_int("max_tokens", max_tokens, MOST_TOKENS)
+        _check_int("max_tokens", max_tokens, 2, MOST_TOKENS)
         if vocab_size is not None:
-            _check_int("vocab_size", vocab_size, MOST_VOCABULARY)
+            _check_int("vocab_size", vocab_size, 1, MOST_VOCABULARY)
         if not isinstance(tokenizer_fingerprint, (str, type(None))):
             raise ValueError(
                 f"tokenizer_fingerprint must be a str or None, not {tokenizer_fingerprint!r}"
             )
-        empty = SuffixIndexes(1).filled(0)
-        self._start(Contents(max_tokens, vocab_size, tokenizer_fingerprint, empty))
-
-    @classmethod
-    def load(
-        cls,
-        path: str | os.PathLike[str],
-        *,
-        vocab_size: int | None = None,
-        tokenizer_fingerprint: str | None = None,
-    ) -> NgramPool:
-        """Open a file of `save` by memory map; `lookahead-hf pool check` compares its checksum.
-
-        Args:
-            path: The file.
-            vocab_size: Refuse a pool with another vocabulary size.
-            tokenizer_fingerprint: Refuse a pool of another tokenizer.
-
-        Raises:
-            NumbaMissingError: numba is missing or cannot be imported.
-            OSError: The file cannot be read.
-            ValueError: It is not a pool, is damaged, or belongs to another tokenizer.
-        """
-        file = store.read(path)
-        needed = {"vocab_size": vocab_size, "tokenizer_fingerprint": tokenizer_fingerprint}
-        for name, value in needed.items():
-            found = getattr(file, name)
-            if value is not None and found != value:
-                raise ValueError(
-                    f"{os.fspath(path)}: the pool has {name}={found!r}, but {value!r} is needed: "
-                    "build a pool with the tokenizer of this model"
-                )
-        pool = cls.__new__(cls)
-        pool._start(file)
-        return pool
-
-    def _start(self, contents: Contents) -> None:
-        self._max_tokens, self._file = contents.max_tokens, contents.file
-        self._vocab_size = contents.vocab_size
-        self._tokenizer_fingerprint = contents.tokenizer_fingerprint
-        self._index = SuffixIndexes.of_arrays(contents.arrays)
+        self._max_tokens, self._vocab_size = max_tokens, vocab_size
+        self._tokenizer_fingerprint = tokenizer_fingerprint
+        self._index = SuffixIndexes(2)  # the one that grows, and the older one
         # Adding, merging and saving exclude each other; a look-up waits for one chunk at most.
         self._adding = threading.Lock()
         self._lock = threading.Lock()
 
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, verifies: bool = False) -> NgramPool:
+        """Read a file of `save`; `verifies` also compares the checksum of all data.
+
+        The file may be deleted or replaced afterwards. If it holds more than half of the pool's
+        most tokens, all of them stay until half of the most tokens were added.
+
+        Raises:
+            NumbaMissingError: numba is missing or cannot be imported.
+            OSError: The file cannot be read.
+            ValueError: It is not a pool, or is damaged.
+        """
+        metadata, arrays = _read(path)
+        try:
+            known = metadata.get("vocab_size")
+            pool = cls(
+                int(metadata["max_tokens"]),
+                vocab_size=None if known is None else int(known),
+                tokenizer_fingerprint=metadata.get("tokenizer_fingerprint"),
+            )
+            _check_arrays(arrays, pool.vocab_size or MOST_VOCABULARY)
+            if len(arrays[0]) > pool._max_tokens:
+                raise ValueError("its number of tokens is out of range")
+            if verifies and pool._metadata(arrays)["sha256"] != metadata["sha256"]:
+                raise ValueError("its checksum does not match")
+        except (KeyError, ValueError) as error:
+            raise ValueError(
+                f"{os.fspath(path)}: the pool is damaged ({error}): restore the file, or build it "
+                "again"
+            ) from error
+        pool._index.fill(int(len(arrays[0]) > pool._half), arrays)
+        return pool
+
     def __len__(self) -> int:
         """Return the number of tokens that the pool holds."""
-        return int(np.count_nonzero(self._contents().arrays[0] > BORDER))
+        return int(np.count_nonzero(self._text() > BORDER))
 
     @property
     def vocab_size(self) -> int | None:
@@ -155,13 +154,14 @@ class NgramPool:
     def info(self) -> PoolInfo:
         """The contents of the pool in numbers."""
         with self._adding:
-            arrays, num_tokens = self._contents().arrays, len(self)
+            text = self._text()
+            num_tokens = int(np.count_nonzero(text > BORDER))
             return PoolInfo(
                 num_tokens=num_tokens,
-                num_texts=len(arrays[0]) - num_tokens,
+                num_texts=len(text) - num_tokens,
                 max_tokens=self._max_tokens,
-                num_ngrams=self._index.num_entries(0),
-                nbytes=sum(array.nbytes for array in arrays),
+                num_ngrams=sum(map(self._index.num_entries, range(2))),
+                nbytes=sum(array.nbytes for row in range(2) for array in self._index.filled(row)),
                 vocab_size=self._vocab_size,
                 tokenizer_fingerprint=self._tokenizer_fingerprint,
             )
@@ -195,64 +195,46 @@ class NgramPool:
                     "can be merged"
                 )
         with other._adding:
-            texts = other._contents().arrays[0].copy()
+            texts = other._text()
         with self._adding:
             self._adopt(other, texts)
             self._append(texts)
 
     def grow(
-        self,
-        context: Sequence[int] | np.ndarray,
-        rates: np.ndarray,
-        max_nodes: int,
-        *,
-        min_ngram: int = 1,
-        max_ngram: int = LONGEST_MATCH,
-        min_score: float = 1e-4,
-    ) -> Continuations:
-        """Grow a tree of what may follow a context, best nodes first.
-
-        Args:
-            context: A text or its end, [num_tokens].
-            rates: Acceptance rate of each bucket, [NUM_BUCKETS], values from 0 to 1.
-            max_nodes: Most nodes of the tree.
-            min_ngram: Shortest match that counts.
-            max_ngram: Longest match length that is distinguished.
-            min_score: Paths with a lower score are left out.
-
-        Raises:
-            ValueError: Not `1 <= min_ngram <= max_ngram <= 32`.
-        """
-        limits = (min_ngram, max_ngram)
-        check_limits(*limits)
-        context = np.asarray(context[-max_ngram:], np.int64)
-        _, tokens, parents, depth, score, bucket = self.grow_after(
-            [context], rates, max_nodes, limits, min_score
-        )
-        return Continuations(score, tokens, parents, depth, bucket)
-
-    def grow_after(
-        self,
-        contexts: Sequence[np.ndarray],
-        rates: np.ndarray,
-        max_nodes: int,
-        limits: tuple[int, int],
-        min_score: float = 1e-4,
+        self, contexts: Sequence[Sequence[int] | np.ndarray], rates: np.ndarray, max_nodes: int
     ) -> tuple[np.ndarray, ...]:
-        """Grow a tree after each context, as `SuffixIndexes.grow_after` does."""
-        self._check_file()
+        """Grow the trees of what may follow each context, a text or its end.
+
+        `rates` is the acceptance rate of each bucket, [NUM_BUCKETS]. A tree has up to `max_nodes`
+        nodes from each half of the pool. Returns what `SuffixIndexes.grow_after` does.
+        """
         drafting.require()
         with self._lock:
-            return self._index.grow_after(contexts, rates, max_nodes, limits, min_score)
+            return self._index.grow_after(contexts, rates, max_nodes)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file; an older one is replaced once the new one is complete.
+
+        The halves of a pool that has two are indexed together first.
 
         Raises:
             OSError: The file cannot be written.
         """
         with self._adding:
-            store.write(path, self._contents())
+            arrays = self._joined()
+            tensors = dict(zip(("text", "links", "heads"), arrays, strict=True))
+            content = safetensors.numpy.save(tensors, self._metadata(arrays))
+        with replacing(Path(path)) as file:
+            file.write(content)
+
+    @property
+    def _half(self) -> int:
+        return self._max_tokens // 2
+
+    def _room(self) -> int:
+        """Return how many more tokens the index that grows can hold."""
+        newer, older = map(self._index.length, range(2))
+        return (max(self._half, self._max_tokens - older) if older else self._half) - newer
 
     def _checked(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
         ids = np.asarray(token_ids)
@@ -266,20 +248,41 @@ class NgramPool:
             )
         return ids.astype(np.int32)
 
-    def _contents(self) -> Contents:
-        self._check_file()
-        known = self._vocab_size, self._tokenizer_fingerprint
-        return Contents(self._max_tokens, *known, self._index.filled(0))
+    def _text(self) -> np.ndarray:
+        """Return a copy of all tokens, oldest first, with borders between the texts."""
+        return np.concatenate([self._index.filled(row)[0] for row in (1, 0)])
 
-    def _check_file(self) -> None:
-        if self._file is not None:
-            self._file.check()
+    def _joined(self) -> Arrays:
+        """Return the arrays of a single index of the whole text."""
+        held = [row for row in range(2) if self._index.length(row)]
+        if len(held) < 2:
+            return self._index.filled(held[0] if held else 0)
+        text = self._text()[-self._max_tokens :]
+        joined = SuffixIndexes(1)
+        joined.extend(np.array([0, len(text)]), text)
+        return joined.filled(0)
+
+    def _metadata(self, arrays: Arrays) -> dict[str, str]:
+        """Return what a file says of the pool, with the SHA-256 of that and of the arrays."""
+        text, _, heads = arrays
+        values = {
+            "max_tokens": self._max_tokens,
+            "num_tokens": len(text),
+            "num_slots": len(heads),
+            "vocab_size": self._vocab_size,
+            "tokenizer_fingerprint": self._tokenizer_fingerprint,
+        }
+        numbers = {name: str(value) for name, value in values.items() if value is not None}
+        digest = hashlib.sha256(json.dumps(numbers, sort_keys=True).encode())
+        for array in arrays:
+            digest.update(np.ascontiguousarray(array).tobytes())
+        format_of_file = {"format": FORMAT, "version": str(VERSION)}
+        return {**format_of_file, "sha256": digest.hexdigest(), **numbers}
 
     def _adopt(self, other: NgramPool, texts: np.ndarray) -> None:
         """Adopt the other pool's tokenizer if it is unknown here; `texts` are its tokens."""
         vocab_size = self._vocab_size or other.vocab_size
-        own = self._contents().arrays[0]
-        most = max(own.max(initial=BORDER), texts.max(initial=BORDER))
+        most = max(self._text().max(initial=BORDER), texts.max(initial=BORDER))
         if vocab_size is not None and most >= vocab_size:
             raise ValueError(
                 f"the pools have token ids up to {most}, but their vocabulary has {vocab_size}: "
@@ -290,30 +293,68 @@ class NgramPool:
 
     def _append(self, token_ids: np.ndarray) -> None:  # [num_tokens] int32
         drafting.require()
-        held = self._contents().arrays[0]
         token_ids = token_ids[-self._max_tokens :]
-        if len(held) + len(token_ids) > self._max_tokens:
-            kept = max(0, self._max_tokens // 2 - len(token_ids))
-            newest = SuffixIndexes(1)
-            newest.extend(np.array([0, kept]), held[len(held) - kept :])
-            self._index = newest
-        for start in range(0, len(token_ids), CHUNK):
-            chunk = token_ids[start : start + CHUNK]
+        while len(token_ids):
+            if self._room() <= 0:
+                newest = self._index.moved_on(self._max_tokens - self._half)
+                with self._lock:
+                    self._index = newest
+            room = self._room()
+            chunk, token_ids = np.split(token_ids, [min(CHUNK, room)])
             # Look-ups go on in the old index while a larger one is made.
-            index = self._index.with_room(len(chunk), len(token_ids) - start)
+            index = self._index.with_room(len(chunk), len(chunk) + min(len(token_ids), room))
             with self._lock:
                 self._index = index
-                index.extend(np.array([0, len(chunk)]), chunk)
+                index.extend(np.array([0, len(chunk), len(chunk)]), chunk)
 
 
-def _check_int(name: str, value: Any, most: int) -> None:
+def _check_int(name: str, value: Any, least: int, most: int) -> None:
     is_int = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if not is_int or not 1 <= value <= most:
-        raise ValueError(f"{name} is {value!r}, but must be an int in 1..{most}")
+    if not is_int or not least <= value <= most:
+        raise ValueError(f"{name} is {value!r}, but must be an int in {least}..{most}")
+
+
+def _read(path: str | os.PathLike[str]) -> tuple[dict[str, str], Arrays]:
+    """Return the metadata and the arrays of a pool's file."""
+    try:
+        with safetensors.safe_open(os.fspath(path), framework="numpy") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise ValueError(f"its format is {metadata.get('format')!r}")
+            text, links, heads = map(file.get_tensor, ("text", "links", "heads"))
+    except (ValueError, safetensors.SafetensorError) as error:
+        raise ValueError(
+            f"{os.fspath(path)} is not a pool, or a damaged one ({error}): make one with "
+            "`lookahead-hf pool build` or `NgramPool.save`"
+        ) from error
+    if metadata.get("version") != str(VERSION):
+        raise ValueError(
+            f"{os.fspath(path)}: the pool has format version {metadata.get('version')}, but this "
+            f"lookahead_hf reads version {VERSION}: build the pool again, or install the version "
+            "that wrote it"
+        )
+    return metadata, (text, links, heads)
+
+
+def _check_arrays(arrays: Arrays, most_ids: int) -> None:
+    """Refuse arrays with which a compiled function would read or write beside them."""
+    text, links, heads = arrays
+    shapes = [array.shape for array in arrays]
+    if shapes != [(len(text),), (len(text), NUM_KEYS), (len(heads),)]:
+        raise ValueError(f"its arrays have the shapes {shapes}")
+    if any(array.dtype != np.int32 for array in arrays):
+        raise ValueError("its arrays are not int32")
+    bounds = {"a token": (text, most_ids), "a link": (links, len(text))}
+    bounds["an entry"] = heads, NUM_KEYS * len(text)
+    for name, (array, most) in bounds.items():
+        if array.min(initial=BORDER) < BORDER or array.max(initial=BORDER) >= max(1, most):
+            raise ValueError(f"{name} is out of range")
+    if not (heads == -1).any():
+        raise ValueError("its table is full")
 
 
 def open_pool(pool: NgramPool | str | os.PathLike[str]) -> NgramPool:
-    """Return the pool itself, or the pool of a file, which is opened again only after a change.
+    """Return the pool itself, or the pool of a file, which is read again only after a change.
 
     Texts that are added to a pool from a file stay in this process. ValueError if the file is
     missing, unreadable, damaged or no pool.

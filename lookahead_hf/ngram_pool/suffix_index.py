@@ -9,7 +9,7 @@ from types import ModuleType
 import numpy as np
 
 from lookahead_hf.ngram_pool.compilation import drafting, importing_numba
-from lookahead_hf.ngram_pool.matches import LONGEST_MATCH, NUM_BUCKETS, NUM_KEYS, check_limits
+from lookahead_hf.ngram_pool.matches import LONGEST_MATCH, NUM_BUCKETS, NUM_KEYS
 
 # Entries of the table per token of natural text (4 at most).
 ENTRIES_PER_TOKEN = 2.6
@@ -33,27 +33,19 @@ class SuffixIndexes:
         [7, 8, 5]
     """
 
-    def __init__(self, num_rows: int, min_ngram: int = 1, max_ngram: int = LONGEST_MATCH) -> None:
-        """Start an empty index per row, with matches of `min_ngram` to `max_ngram` tokens.
-
-        NumbaMissingError if numba cannot be imported; ValueError as in `check_limits`.
-        """
-        check_limits(min_ngram, max_ngram)
-        self._limits = (min_ngram, max_ngram)
+    def __init__(self, num_rows: int) -> None:
+        """Start an empty index per row; NumbaMissingError if numba cannot be imported."""
         self._states = np.zeros((num_rows, _functions().NUM_COLUMNS), np.int64)
         self._arrays: dict[int, Arrays] = {}
         for row in range(num_rows):
             self.clear(row)
 
-    @classmethod
-    def of_arrays(cls, arrays: Arrays) -> SuffixIndexes:
-        """Return the index of a single row whose `filled` arrays these are."""
-        index, functions = cls(1), _functions()
+    def fill(self, row: int, arrays: Arrays) -> None:
+        """Make these `filled` arrays the index of a row."""
         text, _, heads = arrays
-        index._set(0, *arrays)
-        index._states[0, functions.LENGTH] = len(text)
-        index._states[0, functions.NUM_ENTRIES] = np.count_nonzero(heads >= 0)
-        return index
+        self._set(row, *arrays)
+        self._states[row, _functions().LENGTH] = len(text)
+        self._states[row, _functions().NUM_ENTRIES] = np.count_nonzero(heads >= 0)
 
     def filled(self, row: int) -> Arrays:
         """Return the arrays of a row without the room behind its text."""
@@ -87,15 +79,26 @@ class SuffixIndexes:
                 self._make_room(row, int(missing[row]))
 
     def with_room(self, num_now: int, num_later: int) -> SuffixIndexes:
-        """Return a copy of a single row's index that shares what need not be larger.
+        """Return a copy whose first row has room; it shares what need not be larger.
 
         `num_now` tokens can be appended without moving anything; room for `num_later` is expected
         to suffice. Others may read the old index meanwhile.
         """
-        copied = SuffixIndexes(1, *self._limits)
+        copied = SuffixIndexes(0)
         copied._states, copied._arrays = self._states.copy(), dict(self._arrays)
         copied._make_room(0, num_later, NUM_KEYS * num_now)
         return copied
+
+    def moved_on(self, num_tokens: int) -> SuffixIndexes:
+        """Return the rows moved on by one: the last is left out, the first is new.
+
+        It has room for `num_tokens`, which can be appended without moving anything.
+        """
+        moved = SuffixIndexes(len(self._states))
+        for row in range(1, len(self._states)):
+            moved.fill(row, self.filled(row - 1))
+        moved._make_room(0, num_tokens, NUM_KEYS * num_tokens)
+        return moved
 
     def grow(
         self, rates: np.ndarray, max_nodes: int, live: np.ndarray, min_score: float = 1e-4
@@ -105,30 +108,39 @@ class SuffixIndexes:
         `rates` are [NUM_BUCKETS]. Returns row offsets, token ids, parents, depths and scores as in
         a `DraftTree`, and the bucket of each node, [nodes] int32.
         """
-        functions, longest = _functions(), self._limits[1]
-        starts, known = functions.last_tokens(self._states, live, longest)
+        starts, known = _functions().last_tokens(self._states, live, LONGEST_MATCH)
         rates = rates.astype(np.float64)
-        return functions.grow_rows(
-            self._states, starts, known, self._limits, rates, min_score, max_nodes
-        )
+        return _functions().grow_rows(self._states, starts, known, rates, min_score, max_nodes)
 
     def grow_after(
         self,
-        contexts: Sequence[np.ndarray],
+        contexts: Sequence[Sequence[int] | np.ndarray],
         rates: np.ndarray,
         max_nodes: int,
-        limits: tuple[int, int],
         min_score: float = 1e-4,
     ) -> tuple[np.ndarray, ...]:
-        """Grow a tree after each of some other texts, in the first row's text; see `grow`."""
-        longest = limits[1]
-        states = np.repeat(self._states[:1], len(contexts), 0)
-        starts = np.empty((len(contexts), longest), np.int32)
-        known = np.array([min(len(context), longest) for context in contexts], np.int64)
+        """Grow a tree after each of some other texts, from the texts of all rows; see `grow`.
+
+        A tree has the nodes of the first row before those of the next, so that the same path may
+        turn up again.
+        """
+        num_rows = len(self._states)
+        starts = np.empty((len(contexts), LONGEST_MATCH), np.int32)
+        known = np.array([min(len(context), LONGEST_MATCH) for context in contexts], np.int64)
         for start, context, length in zip(starts, contexts, known, strict=True):
             start[:length] = context[::-1][:length]
-        rates = rates.astype(np.float64)
-        return _functions().grow_rows(states, starts, known, limits, rates, min_score, max_nodes)
+        offsets, tokens, parents, *others = _functions().grow_rows(
+            np.tile(self._states, (len(contexts), 1)),
+            np.repeat(starts, num_rows, 0),
+            np.repeat(known, num_rows),
+            rates.astype(np.float64),
+            min_score,
+            max_nodes,
+        )
+        sizes = np.diff(offsets).reshape(-1, num_rows)
+        before = (sizes.cumsum(1) - sizes).ravel()
+        parents = np.where(parents < 0, parents, parents + np.repeat(before, sizes.ravel()))
+        return offsets[::num_rows], tokens, parents.astype(np.int32), *others
 
     def _make_room(self, row: int, num_tokens: int, num_entries: int = NUM_KEYS) -> None:
         """Make room for `num_tokens` more in the text, and about as many in the table.
@@ -166,8 +178,8 @@ def _enlarged(array: np.ndarray, length: int) -> np.ndarray:
 @cache
 def _functions() -> ModuleType:
     with importing_numba():
-        from lookahead_hf.ngram_pool import _rows_numba
-    return _rows_numba
+        from lookahead_hf.ngram_pool import _numba
+    return _numba
 
 
 def _load() -> None:

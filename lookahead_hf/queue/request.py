@@ -27,7 +27,7 @@ from lookahead_hf.model.compat.generation import GenerationOutput, RequestState
 from lookahead_hf.runner.host import Runner, StepOptions, choose
 from lookahead_hf.stats import SpeculativeStats
 from lookahead_hf.verification import select
-from lookahead_hf.verification.rng import OwnGenerators
+from lookahead_hf.verification.noise import OwnGenerators
 from lookahead_hf.verification.select import rules_of
 from lookahead_hf.verification.walk import Rules
 

@@ -33,7 +33,7 @@ from lookahead_hf.trace import PARTS
 from lookahead_hf.verification.walk import Walk
 
 if TYPE_CHECKING:
-    from lookahead_hf.logits.grammars.protocol import Grammar
+    from lookahead_hf.logits.grammars import Grammar
 
 
 class RowTimes:

@@ -27,7 +27,7 @@ from lookahead_hf.model import compat
 from lookahead_hf.model.state import state_of
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.outputs import pinned
-from lookahead_hf.sources.assistant.growth import (
+from lookahead_hf.sources.growth import (
     NUM_BUCKETS,
     Growth,
     Likeliest,

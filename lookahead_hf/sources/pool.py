@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
 from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting.drafter import Drafter, Traits
 from lookahead_hf.drafting.sources.ngram import rates_of
 from lookahead_hf.ngram_pool import NgramPool
-from lookahead_hf.ngram_pool.matches import LONGEST_MATCH, NUM_BUCKETS, check_limits
+from lookahead_hf.ngram_pool.matches import NUM_BUCKETS
 
 if TYPE_CHECKING:
     from lookahead_hf.rows import Rows
@@ -31,16 +30,12 @@ source code drafted from other source code and on chat drafted from source code.
 CONTEXT = 8
 """Prompt tokens learned before a generated text, so that its beginning is found."""
 
-LEAST_SHARE = 0.9
-"""Least expected ratio of two sizes of one vocabulary: models pad it, but seldom by more."""
-
 
 class PoolDrafter(Drafter):
     """Grows one tree per row from a pool that outlives the call."""
 
     name: ClassVar[str] = "pool"
-    widens: ClassVar[bool] = True
-    traits = Traits(NUM_BUCKETS, rates_of(ONLY_CONTINUATION))
+    traits = Traits(NUM_BUCKETS, rates_of(ONLY_CONTINUATION), widens=True)
 
     def __init__(
         self,
@@ -49,8 +44,6 @@ class PoolDrafter(Drafter):
         learn: bool = False,
         vocab_size: int | None = None,
         tokenizer: Any = None,
-        min_ngram: int = 1,
-        max_ngram: int = LONGEST_MATCH,
     ) -> None:
         """Validate the options.
 
@@ -60,8 +53,6 @@ class PoolDrafter(Drafter):
                 the last tokens of its prompt. Without it nothing of one request reaches another.
             vocab_size: Token ids of the target.
             tokenizer: The target's tokenizer or processor, if the caller passed it.
-            min_ngram: Shortest match that is drafted from.
-            max_ngram: Longest match that is told from shorter ones.
 
         Raises:
             ValueError: An option has a wrong type or range, or the pool belongs to another
@@ -71,18 +62,16 @@ class PoolDrafter(Drafter):
             raise ValueError(f"pool must be an NgramPool (`open_pool` opens a file), not {pool!r}")
         if not isinstance(learn, bool):
             raise ValueError(f"learn must be True or False, not {learn!r}")
-        check_limits(min_ngram, max_ngram)
         _check_tokenizer(pool, vocab_size, getattr(tokenizer, "tokenizer", tokenizer))
         self._pool, self._learn = pool, learn
-        self._limits = (min_ngram, max_ngram)
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
         contexts = [
             rows.context(row) if live else np.empty(0, np.int64)
             for row, live in enumerate(rows.live)
         ]
-        offsets, tokens, parents, depth, score, buckets = self._pool.grow_after(
-            contexts, self.rates, max_nodes, self._limits
+        offsets, tokens, parents, depth, score, buckets = self._pool.grow(
+            contexts, self.rates, max_nodes
         )
         return DraftTree(offsets, tokens, parents, depth, score).with_buckets(buckets)
 
@@ -104,17 +93,14 @@ def fingerprint(tokenizer: Any) -> str:
 
 
 def _check_tokenizer(pool: NgramPool, vocab_size: int | None, tokenizer: Any) -> None:
-    """Refuse a pool of another tokenizer; warn if that is likely but cannot be checked."""
+    """Refuse a pool of another tokenizer, as far as it is known."""
     if vocab_size is not None and (pool.vocab_size or 0) > vocab_size:
         raise ValueError(
             f"the pool has token ids below {pool.vocab_size}, the model below {vocab_size}: "
             "build a pool with the tokenizer of this model"
         )
     known = pool.tokenizer_fingerprint
-    if not hasattr(tokenizer, "get_vocab"):
-        _warn_of_sizes(pool, vocab_size)
-        return
-    if known is None:
+    if known is None or not hasattr(tokenizer, "get_vocab"):
         return
     # The hash takes as long as a step or two, and vocabularies only grow.
     size, found = _fingerprints.get(tokenizer, (0, ""))
@@ -128,20 +114,4 @@ def _check_tokenizer(pool: NgramPool, vocab_size: int | None, tokenizer: Any) ->
         )
 
 
-def _warn_of_sizes(pool: NgramPool, vocab_size: int | None) -> None:
-    """Warn once if a pool's vocabulary is smaller than the model's by more than padding."""
-    if vocab_size is None or pool.vocab_size is None or pool in _warned:
-        return
-    if pool.vocab_size < LEAST_SHARE * vocab_size:
-        _warned.add(pool)
-        warnings.warn(
-            f"the pool has token ids below {pool.vocab_size}, the model below {vocab_size}: if the "
-            "pool was built with another tokenizer, what is drafted from it is worthless. Pass "
-            "tokenizer= in the call to have that checked",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-
-
-_warned: WeakSet[NgramPool] = WeakSet()
 _fingerprints: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()

@@ -11,7 +11,7 @@ from lookahead_hf.draft import ROOT, DraftTree, Verdict
 from lookahead_hf.logits.row_processors import check_scores
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.processes import Processes
-from lookahead_hf.verification.verifier import Verifier
+from lookahead_hf.verification.walk import Verifier
 
 
 class Lockstep(Verifier):

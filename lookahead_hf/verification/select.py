@@ -15,10 +15,9 @@ from lookahead_hf.runner.processes import Processes
 from lookahead_hf.verification import node_processors
 from lookahead_hf.verification.lockstep import Lockstep
 from lookahead_hf.verification.node_processors import NodeProcessors
+from lookahead_hf.verification.noise import OwnGenerators, same_as_multinomial
 from lookahead_hf.verification.rejection import rejecting
-from lookahead_hf.verification.rng import OwnGenerators, same_as_multinomial
-from lookahead_hf.verification.verifier import Verifier
-from lookahead_hf.verification.walk import Rules, Walk, following, on_host
+from lookahead_hf.verification.walk import Rules, Verifier, Walk, following, on_host
 
 DEVICE = "device"
 """The engine whose walks read the paths that the device has accepted."""

@@ -10,7 +10,7 @@ from torch import distributed, nn
 
 from lookahead_hf import distributed as coordinator
 from lookahead_hf.fallback import Unserved
-from lookahead_hf.sources.assistant.drafter import AssistantDrafter
+from lookahead_hf.sources.assistant import AssistantDrafter
 from tests.helpers.models import tiny
 
 

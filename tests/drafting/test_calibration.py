@@ -111,17 +111,6 @@ def test_drafters_of_two_classes_have_rates_of_their_own() -> None:
     assert kept.lease([UserDrafter(source_of())], do_sample=False).rates[0] > 0.8
 
 
-def test_kept_rates_are_bounded() -> None:
-    kept = KeptRates(capacity=2)
-    learn(kept, source_of())
-    learn(kept, source_of("other"))
-    learn(kept, source_of())  # used again, so that the other one is the longest unused
-    learn(kept, source_of(num_buckets=4))
-    assert [row.source for row in kept.table()] == ["scripted", "scripted"]
-    assert kept.lease([source_of("other")], do_sample=False).rates[0] == 0.5
-    assert kept.lease([source_of()], do_sample=False).rates[0] > 0.8
-
-
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[DraftTree, Verdict]:
     """A draft of random rows and a verdict that walks down each row's tree some way."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.drafting.drafter import Drafter, Step
+from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.rates import Calibration
 from lookahead_hf.rows import Rows
@@ -16,36 +14,14 @@ from tests.helpers.drafts import rows_of
 
 
 class Chains(Drafter):
-    """Proposes the same chains for every row and remembers which of its methods ran."""
+    """Proposes the same chains for every row."""
 
     def __init__(self, name: str, *chains: list[int]) -> None:
         self.name = name  # type: ignore[misc]
         self.chains = chains
-        self.calls: list[str] = []
-
-    def begin(self, rows: Rows) -> None:
-        self.calls.append("begin")
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
-        self.calls.append("propose")
         return DraftTree.from_chains([self.chains] * rows.num_rows)
-
-    def observe(self, step: Step) -> None:
-        self.calls.append("observe")
-
-    def end(self, rows: Rows) -> None:
-        self.calls.append("end")
-
-
-class Broken(Chains):
-    """Raises in one of its methods."""
-
-    def __init__(self, name: str, method: str) -> None:
-        super().__init__(name, [9])
-        setattr(self, method, self._fail)
-
-    def _fail(self, *_: Any) -> Any:
-        raise ZeroDivisionError("no such luck")
 
 
 def ensemble_of(*sources: Drafter, **options: Any) -> Ensemble:
@@ -67,22 +43,6 @@ def test_counts_tell_sources_of_one_name_apart_and_what_only_one_of_them_knew() 
         "custom": SourceStats(drafted=3, accepted=1, exclusive=0),
         "custom_2": SourceStats(drafted=2, accepted=2, exclusive=1),
     }
-
-
-@pytest.mark.parametrize("method", ["begin", "propose", "observe"])
-def test_a_source_that_raises_is_dropped_with_one_warning(method: str) -> None:
-    broken, sound = Broken("broken", method), Chains("sound", [1, 2])
-    ensemble, rows = ensemble_of(broken, sound), rows_of([[0, 1, 2, 3, 4]])
-    with pytest.warns(RuntimeWarning, match="'broken'.*ZeroDivisionError: no such luck") as caught:
-        ensemble.begin(rows)
-        tree = ensemble.propose(rows, 8)
-        ensemble.observe(rows, tree, step(tree, [], 7), None)  # type: ignore[arg-type]
-        tree = ensemble.propose(rows, 8)
-        ensemble.end(rows)
-    assert len(caught) == 1
-    assert tree.token_ids.tolist() == [1, 2]
-    assert sound.calls == ["begin", "propose", "observe", "propose", "end"]
-    assert broken.calls == [*sound.calls[: sound.calls.index(method)], "end"]
 
 
 def test_finished_rows_and_tokens_beyond_the_end_are_not_drafted() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lookahead_hf.draft import ROOT, DraftTree
 from lookahead_hf.drafting import _numba
-from lookahead_hf.drafting.merge import head, likeliest_chain, merge
+from lookahead_hf.drafting.ensemble import head, likeliest_chain, merge
 from lookahead_hf.drafting.rates import Calibration
 from tests.helpers.drafts import Fixed
 from tests.oracles import drafting as oracle

@@ -59,8 +59,7 @@ def test_options_reach_the_drafter_of_their_name() -> None:
 
 @pytest.mark.parametrize(
     ("name", "option", "value"),
-    [("ngram", "min_ngram", 0), ("ngram", "max_ngram", 33), ("ngram", "max_ngram", "8")]
-    + [("ngram", "keep", 1), ("recycling", "keep", 1), ("recycling", "top_k", 65)]
+    [("recycling", "keep", 1), ("recycling", "top_k", 65)]
     + [("recycling", "num_next", 0), ("recycling", "capacity", 0)]
     + [("lookahead", "window", 0), ("lookahead", "ngram_size", 1), ("lookahead", "num_ngrams", 65)]
     + [("assistant", "num_draft", 0), ("assistant", "min_reach", 1.0)],
@@ -92,10 +91,9 @@ def test_warming_up_compiles_all_that_a_call_needs() -> None:
         "from tests.helpers.drafts import draft_two_steps\n"
         "from lookahead_hf.ngram_pool import compilation\n"
         "from lookahead_hf.drafting import _numba\n"
-        "from lookahead_hf.drafting import _numba as _learning_numba\n"
         "from lookahead_hf.drafting.sources import _recycling_numba\n"
-        "from lookahead_hf.ngram_pool import _logits_numba\n"
-        "modules = (_learning_numba, _numba, _recycling_numba, _logits_numba)\n"
+        "from lookahead_hf.ngram_pool import logits_memory\n"
+        "modules = (_numba, _recycling_numba, logits_memory)\n"
         "count = lambda: [{k: len(v.signatures) for k, v in vars(m).items()\n"
         "                  if hasattr(v, 'signatures')} for m in modules]\n"
         "compilation.wait([compilation.drafting])\n"

@@ -15,7 +15,6 @@ from lookahead_hf.drafting import drafter
 from lookahead_hf.drafting.budget import FixedRunner
 from lookahead_hf.drafting.drafter import Drafter, Step, Traits
 from lookahead_hf.drafting.session import DraftSession, Limits
-from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
 from lookahead_hf.rows import Rows
 from tests.helpers.drafts import accepted_path
 
@@ -150,23 +149,3 @@ def test_who_is_not_asked_is_shown_what_it_needs(clock: Clock) -> None:
     for at in passing.asked[1:]:  # the step before and its own, and no others
         assert steps[steps.index(at) - 1] in passing.seen and at in passing.seen
     assert len(passing.seen) <= 2 * len(passing.asked)
-
-
-def test_an_object_serves_one_call_at_a_time() -> None:
-    shared = RecyclingDrafter(keep=True)
-    many, one = (Rows(np.ones((count, 4), np.int64)) for count in (64, 1))
-    for rows in (many, one):
-        for row in range(rows.num_rows):
-            rows.emit(row, 1)
-    first = session_of(many, shared)
-    first.begin(many)
-    with pytest.warns(RuntimeWarning, match="'recycling' drafts for another call.*own, or the na"):
-        second = session_of(one, shared)
-    second.begin(one)
-    assert second.propose(one).num_nodes == 0
-    assert first.propose(many).num_rows == 64
-    second.end(one)
-    with pytest.warns(RuntimeWarning, match="drafts for another call"):
-        session_of(one, shared)  # the end of a call that had none of it leaves it where it is
-    first.end(many)
-    assert list(session_of(one, shared).source_stats()) == ["recycling"]

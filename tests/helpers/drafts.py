@@ -11,8 +11,7 @@ from lookahead_hf.call.prepared import Request
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.draft import ROOT, DraftTree, Verdict
 from lookahead_hf.drafting.drafter import Drafter, Traits
-from lookahead_hf.drafting.ensemble import Ensemble
-from lookahead_hf.drafting.merge import head
+from lookahead_hf.drafting.ensemble import Ensemble, head
 from lookahead_hf.drafting.rates import Calibration
 from lookahead_hf.drafting.registry import build
 from lookahead_hf.rows import Rows

@@ -20,7 +20,7 @@ from outlines_core.json_schema import build_regex_from_schema
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LogitsProcessor, PreTrainedTokenizerFast
 
-from lookahead_hf.logits.grammars.llguidance import LLGuidance
+from lookahead_hf.logits.grammars import LLGuidance
 from tests.helpers.models import tiny
 
 PAD, BEGIN, END = range(3)

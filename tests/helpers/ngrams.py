@@ -6,15 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
 
-from lookahead_hf.ngram_pool import NgramPool, store
-from lookahead_hf.ngram_pool.matches import (
-    LEVELS,
-    NUM_BUCKETS,
-    NUM_SHARES,
-    NUM_TOTALS,
-    Continuations,
-)
+from lookahead_hf.ngram_pool import NgramPool
+from lookahead_hf.ngram_pool.matches import LEVELS, NUM_BUCKETS, NUM_SHARES, NUM_TOTALS
+from tests.oracles.suffix_index import Continuations
 
 EVEN = np.full(NUM_BUCKETS, 0.5)
 TEXT = np.random.default_rng(0).zipf(1.3, 4_000) % 500
@@ -32,7 +28,14 @@ def pool_of(*texts: Any, **options: Any) -> NgramPool:
 
 def held(pool: NgramPool) -> list[int]:
     """The tokens of a pool and the borders between its texts, oldest first."""
-    return pool._index.filled(0)[0].tolist()
+    return pool._text().tolist()
+
+
+def grown(pool: NgramPool, context: Any, max_nodes: int = 1, rates: Any = EVEN) -> Continuations:
+    """What a pool proposes after one context."""
+    offsets, *fields, score, bucket = pool.grow([context], rates, max_nodes)
+    assert offsets.tolist() == [0, len(score)]
+    return Continuations(score, *fields, bucket)
 
 
 def paths(tree: Continuations) -> list[list[int]]:
@@ -53,25 +56,22 @@ def assert_same_tree(got: Continuations, want: Continuations) -> None:
         assert getattr(got, field).tolist() == getattr(want, field).tolist(), field
 
 
-def tree_of(pool: NgramPool, end: int) -> list[list[Any]]:
-    """What a pool proposes after the first `end` tokens of `TEXT`."""
-    tree = pool.grow(TEXT[:end], EVEN, 32)
-    return [tree.token_ids.tolist(), tree.parents.tolist(), tree.score.tolist()]
-
-
 def use_files_of_nonsense(folder: Path, num_files: int) -> None:
     """Use pools whose files hold random places, tokens and entries, none of them out of range."""
     rng, path = np.random.default_rng(0), folder / "nonsense"
     for _ in range(num_files):
         num_tokens, num_slots = rng.integers(1, 3_000), rng.integers(1, 5_000)
-        text = rng.integers(-1, 20, num_tokens, np.int32)
-        links = rng.integers(-1, num_tokens, (num_tokens, 4), np.int32)
-        heads = rng.integers(-1, 4 * num_tokens, num_slots, np.int32)
-        heads[rng.integers(num_slots)] = -1
-        store.write(path, store.Contents(3_500, 20, None, (text, links, heads)))
+        arrays = {
+            "text": rng.integers(-1, 20, num_tokens, np.int32),
+            "links": rng.integers(-1, num_tokens, (num_tokens, 4), np.int32),
+            "heads": rng.integers(-1, 4 * num_tokens, num_slots, np.int32),
+        }
+        arrays["heads"][rng.integers(num_slots)] = -1
+        said = {"format": "lookahead_hf.ngram_pool", "version": "2", "max_tokens": "3500"}
+        save_file(arrays, path, {**said, "vocab_size": "20"})
         pool = NgramPool.load(path)
         for _ in range(5):
-            tree = pool.grow(rng.integers(0, 20, 40), EVEN, 64)
+            tree = grown(pool, rng.integers(0, 20, 40), 64)
             assert ((tree.token_ids >= 0) & (tree.token_ids < 20)).all()
             assert (tree.parents < np.arange(len(tree.parents))).all()
             assert (tree.bucket < NUM_BUCKETS).all()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +10,8 @@ import torch
 
 import lookahead_hf
 from lookahead_hf import structured
-from lookahead_hf.logits import constraints
-from lookahead_hf.logits.grammars.llguidance import LLGuidance
-from lookahead_hf.logits.grammars.xgrammar import XGrammar
+from lookahead_hf.logits.grammars import LLGuidance, XGrammar
 from lookahead_hf.ngram_pool import compilation
-from lookahead_hf.sources.grammar.vocabulary import Vocabulary
 from tests.helpers import grammars
 from tests.helpers.constrained import BUDGET, generate
 from tests.helpers.grammars import END, SCHEMAS, WIDTH
@@ -38,38 +34,10 @@ def test_our_processor_goes_on_after_a_batch_as_after_plain(model: Any) -> None:
     assert lookahead_hf.last_stats(model).per_source["grammar"].accepted > 0
 
 
-class Counting(grammars.LLGuidanceProcessor):
-    """Counts how often its grammars are asked for."""
-
-    asked = 0
-
-    def row_grammars(self, num_rows: int) -> Any:
-        self.asked += 1
-        return super().row_grammars(num_rows)
-
-
-def test_the_grammars_of_all_rows_are_asked_for_once() -> None:
-    own = Counting(grammars.processor("llguidance strict", SCHEMAS).grammars)
-    found = constraints.recognise(own, 3)
-    assert found is not None
-    made = [found.shadow(row) for row in range(3)]
-    assert own.asked == 1
-    assert found.shadow(0) is not made[0] and own.asked == 2  # that one may have moved on
-
-
 def test_ids_beyond_a_vocabulary_are_refused_in_silence(capfd: pytest.CaptureFixture[str]) -> None:
     shadow = XGrammar(grammars.compiled(json.dumps(SCHEMAS[0]), True))
     assert not any(map(shadow.advance, (0, 1, END, WIDTH, WIDTH + 7, 2**31 - 1)))
     assert capfd.readouterr().err == ""
-
-
-def test_a_mask_that_needs_no_application_names_no_tokens() -> None:
-    shadow = XGrammar(grammars.compiled(json.dumps(SCHEMAS[0]), True))
-    assert shadow.allowed(WIDTH)
-    shadow._matcher = SimpleNamespace(
-        is_terminated=lambda: False, fill_next_token_bitmask=lambda mask, row: False
-    )
-    assert shadow.allowed(WIDTH) is None
 
 
 def test_tokenizers_of_one_size_have_vocabularies_of_their_own() -> None:
@@ -86,10 +54,6 @@ def test_tokenizers_of_one_size_have_vocabularies_of_their_own() -> None:
 
 
 def test_what_is_kept_of_a_tokenizer_has_a_limit() -> None:
-    own = Vocabulary([bytes([char]) for char in range(128)], most_kept=3)
-    for words in (b"a", b"b", b"a", b"c", b"d", b"ab"):
-        assert own.encode(words) == list(words)
-        assert len(own._encoded) <= 3
     structured.json_schema(SCHEMAS[0], grammars.tokenizer())
     _, kept, _ = structured._compilers[grammars.tokenizer()]
     assert kept.cache_limit_bytes == structured._KEPT_BYTES

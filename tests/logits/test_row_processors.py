@@ -11,8 +11,7 @@ import torch
 from transformers.generation import logits_process as hf
 
 from lookahead_hf.logits import row_processors
-from lookahead_hf.logits.presence import PresencePenalty
-from lookahead_hf.logits.row_processors import RowProcessors
+from lookahead_hf.logits.row_processors import PresencePenalty, RowProcessors
 
 ROWS, COLUMNS, VOCAB = 4, 14, 1009
 PAD = 0

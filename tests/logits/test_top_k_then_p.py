@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation import logits_process as hf
 
-from lookahead_hf.draft import DraftTree
-from lookahead_hf.logits.warpers import TopKThenP, joined
-from lookahead_hf.rows import Rows
-from lookahead_hf.verification.node_processors import NodeProcessors
+from lookahead_hf.logits.warpers import TopKThenP
 
 VOCAB = 5000
 
@@ -45,34 +39,3 @@ def test_what_is_kept(
     expected = p(None, k(None, scores))
     found = TopKThenP(k, p)(scores[:, :0].long(), scores)
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0, equal_nan=True)
-
-
-class Sorts(TorchDispatchMode):
-    """Notes how many entries are sorted in a row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in (torch.ops.aten.sort, torch.ops.aten.argsort):
-            self.sizes.append(args[0].shape[-1])
-        return func(*args, **(kwargs or {}))
-
-
-def test_the_vocabulary_is_not_sorted() -> None:
-    processors: list[Any] = [
-        hf.TemperatureLogitsWarper(0.7),
-        hf.TopKLogitsWarper(50),
-        hf.TopPLogitsWarper(0.9),
-        hf.TopPLogitsWarper(0.8),
-    ]
-    kinds = [type(each) for each in joined(processors)]
-    assert kinds == [hf.TemperatureLogitsWarper, TopKThenP, hf.TopPLogitsWarper]
-    rows, scores = Rows(np.zeros((1, 4), np.int64)), scores_of("float32")[None]
-    rows.emit(0, 5)
-    draft = DraftTree.from_chains([[list(range(63))]])
-    with Sorts() as sorts:
-        NodeProcessors(processors[:3])(rows, draft, scores)
-    assert sorts.sizes == [50, 50]
-    assert joined([hf.TopKLogitsWarper(5, filter_value=-9.0), processors[2]])[1:] == [processors[2]]

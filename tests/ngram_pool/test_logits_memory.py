@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 pytest.importorskip("numba")
 torch = pytest.importorskip("torch")
 
-from lookahead_hf.ngram_pool import _logits_numba as compiled  # noqa: E402
-from lookahead_hf.ngram_pool._logits_numba import LANES, WAYS  # noqa: E402
-from lookahead_hf.ngram_pool.logits_memory import top_rows  # noqa: E402
+from lookahead_hf.ngram_pool import logits_memory as compiled  # noqa: E402
+from lookahead_hf.ngram_pool.logits_memory import (  # noqa: E402
+    LANES,
+    WAYS,
+    top_rows,  # noqa: E402
+)
 from tests.oracles import logits_memory as reference  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("compiles")

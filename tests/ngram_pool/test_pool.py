@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from lookahead_hf.ngram_pool import NgramPool
 from lookahead_hf.ngram_pool.matches import BORDER, NUM_BUCKETS
-from lookahead_hf.ngram_pool.store import MOST_TOKENS
+from lookahead_hf.ngram_pool.pool import MOST_TOKENS
 from tests.helpers.compiled import in_threads
-from tests.helpers.ngrams import EVEN, assert_same_tree, held, match_lengths, paths, pool_of
+from tests.helpers.ngrams import grown, held, match_lengths, paths, pool_of
 from tests.oracles.suffix_index import SuffixIndex
 
 
@@ -27,11 +27,11 @@ def random_texts(num_texts: int, length: int, vocabulary: int, seed: int = 0) ->
 
 def test_what_followed_in_another_text_is_found_and_no_match_leaves_its_text() -> None:
     pool = pool_of([5, 6, 7, 8], [1, 2, 3])
-    tree = pool.grow([9, 5, 6], EVEN, 8)
+    tree = grown(pool, [9, 5, 6], 8)
     assert paths(tree) == [[7], [7, 8]]
     assert match_lengths(tree) == [2, 3]
-    assert paths(pool.grow([8], EVEN, 8)) == []
-    assert match_lengths(pool.grow([8, 1], EVEN, 1)) == [1]
+    assert paths(grown(pool, [8], 8)) == []
+    assert match_lengths(grown(pool, [8, 1])) == [1]
     assert (len(pool), pool.info.num_texts) == (7, 2)
 
 
@@ -41,40 +41,41 @@ texts = alphabets.flatmap(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(
     texts=texts,
     cut=st.integers(0, 60),
-    max_tokens=st.sampled_from((1, 2, 5, 9, 17, 40, 100, 1000)),
-    limits=st.sampled_from(((1, 32), (1, 6), (2, 8), (3, 3), (1, 1), (5, 20))),
+    max_tokens=st.sampled_from((2, 5, 9, 17, 40, 100, 1000)),
     max_nodes=st.sampled_from((1, 7, 64)),
     seed=st.integers(0, 2**16),
 )
-def test_equals_the_oracle(
-    texts: list[list[int]],
-    cut: int,
-    max_tokens: int,
-    limits: tuple[int, int],
-    max_nodes: int,
-    seed: int,
+def test_each_half_grows_what_the_oracle_grows(
+    texts: list[list[int]], cut: int, max_tokens: int, max_nodes: int, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    rates = rng.random(NUM_BUCKETS)
-    pool, want = NgramPool(max_tokens), []
+    rates, half = rng.random(NUM_BUCKETS), max_tokens // 2
+    pool, halves = NgramPool(max_tokens), [list[int]()]
     for text in texts:
         pool.add(text)
-        new = [*text, BORDER][-max_tokens:] if text else []
-        if len(want) + len(new) > max_tokens:  # the newest half stays
-            kept = max(0, max_tokens // 2 - len(new))
-            want = want[len(want) - kept :]
-        want += new
-        twin = SuffixIndex(*limits)
-        twin.extend(want)
+        for token in [*text, BORDER][-max_tokens:] if text else ():
+            if len(halves) == 1 and len(halves[0]) == half or sum(map(len, halves)) == max_tokens:
+                halves = [halves[-1], []]
+            halves[-1].append(token)
         context = text[:cut] if cut else rng.integers(0, 9, 10).tolist()
-        tree = pool.grow(context, rates, max_nodes, min_ngram=limits[0], max_ngram=limits[1])
-        assert_same_tree(tree, twin.grow(rates, max_nodes, context))
-    assert held(pool) == want
-    assert len(pool) + pool.info.num_texts == len(want)
+        tree, first = grown(pool, context, max_nodes, rates), 0
+        for tokens in reversed(halves):
+            twin = SuffixIndex()
+            twin.extend(tokens)
+            want = twin.grow(rates, max_nodes, context)
+            part = slice(first, first + len(want.score))
+            assert tree.token_ids[part].tolist() == want.token_ids.tolist()
+            assert tree.bucket[part].tolist() == want.bucket.tolist()
+            assert tree.score[part].tolist() == want.score.tolist()
+            below = np.where(want.parents < 0, -1, want.parents + first)
+            assert tree.parents[part].tolist() == below.tolist()
+            first = part.stop
+        assert first == len(tree.score)
+    assert held(pool) == sum(halves, [])
 
 
 def test_memory_is_bounded_and_every_ngram_is_found_though_none_repeats() -> None:
@@ -84,8 +85,10 @@ def test_memory_is_bounded_and_every_ngram_is_found_though_none_repeats() -> Non
         pool.add(piece)
         assert len(pool) <= 20_000
         assert pool.info.nbytes <= 55 * 20_000
-        found = [match_lengths(pool.grow(piece[:end], EVEN, 1)) for end in range(50, 1_000, 90)]
-        assert found == [[32]] * len(found)
+        found = [match_lengths(grown(pool, piece[:end])) for end in range(50, 1_000, 90)]
+        # Halves may divide this text: what is before the border is not known behind it.
+        assert found.count([32]) >= len(found) - 1
+    assert len(pool) > 10_000
 
 
 def test_merging_is_building_together() -> None:
@@ -94,7 +97,6 @@ def test_merging_is_building_together() -> None:
     merged.merge(pool_of(*second))
     assert held(merged) == held(together)
     assert merged.info.num_ngrams == together.info.num_ngrams
-    assert_same_tree(merged.grow(second[7], EVEN, 64), together.grow(second[7], EVEN, 64))
 
 
 def test_merging_takes_over_the_tokenizer_of_the_other_pool() -> None:
@@ -105,21 +107,10 @@ def test_merging_takes_over_the_tokenizer_of_the_other_pool() -> None:
         pool.add([10])
     with pytest.raises(ValueError, match="'X' and 'Y'"):
         pool.merge(NgramPool(tokenizer_fingerprint="Y"))
-    pool.merge(pool_of([6]))
-    assert (len(pool), pool.tokenizer_fingerprint) == (6, "X")
-    for one, other in ((pool, pool_of([10])), (pool_of([10]), pool)):
-        before = one.info
-        with pytest.raises(ValueError, match="token ids up to 10, but their vocabulary has 10"):
-            one.merge(other)
-        assert one.info == before
-
-
-def test_any_integer_sequence_may_be_added() -> None:
-    text = np.array([5, 6, 7], np.int64)
-    read_only = text.copy()
-    read_only.setflags(write=False)
-    for ids in (text.tolist(), tuple(text.tolist()), text.astype(np.uint16), text[::1], read_only):
-        assert pool_of(ids).grow([5, 6], EVEN, 1).token_ids.tolist() == [7]
+    before = pool.info
+    with pytest.raises(ValueError, match="token ids up to 10, but their vocabulary has 10"):
+        pool.merge(pool_of([10]))
+    assert pool.info == before
 
 
 @pytest.mark.parametrize("ids", [[0.5], [[1, 2]], [-1], [1, 100], ["a"], [2**40]])
@@ -131,7 +122,7 @@ def test_bad_token_ids_are_refused(ids: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"max_tokens": 0}, {"max_tokens": MOST_TOKENS + 1}, {"vocab_size": 0}]
+    "options", [{"max_tokens": 1}, {"max_tokens": MOST_TOKENS + 1}, {"vocab_size": 0}]
 )
 def test_bad_sizes_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="must be an int in"):
@@ -139,14 +130,14 @@ def test_bad_sizes_are_refused(options: dict[str, int]) -> None:
 
 
 def test_threads_add_and_look_up_at_the_same_time() -> None:
-    pool = NgramPool(200_000)
+    pool = NgramPool(400_000)
     texts = [list(random_texts(20, 2_000, 2_000, seed)) for seed in range(4)]
 
     def work(own: list[Any]) -> None:
         for text in own:
             pool.add(text)
             for end in range(20, 2_000, 400):
-                assert match_lengths(pool.grow(text[:end], EVEN, 1))[0] >= 16
+                assert match_lengths(grown(pool, text[:end]))[0] >= 16
 
     in_threads(*(partial(work, own) for own in texts))
     # Whole texts, in some order.

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead_hf.ngram_pool import SuffixIndexes
-from lookahead_hf.ngram_pool.matches import BORDER, NUM_BUCKETS, Continuations, level_of
+from lookahead_hf.ngram_pool.matches import BORDER, NUM_BUCKETS, level_of
 from tests.helpers.ngrams import EVEN, assert_same_tree
 from tests.oracles import suffix_index as oracle
 
@@ -19,16 +18,16 @@ from tests.oracles import suffix_index as oracle
 class SuffixIndex(SuffixIndexes):
     """The index of a single row."""
 
-    def __init__(self, *limits: int) -> None:
-        super().__init__(1, *limits)
+    def __init__(self) -> None:
+        super().__init__(1)
 
     def add(self, text: Sequence[int] | np.ndarray) -> None:
         self.extend(np.array([0, len(text)]), text)
 
-    def tree(self, rates: np.ndarray, max_nodes: int, **options: float) -> Continuations:
-        offsets, *fields, score, bucket = self.grow(rates, max_nodes, np.ones(1, bool), **options)
+    def tree(self, rates: np.ndarray, max_nodes: int) -> oracle.Continuations:
+        offsets, *fields, score, bucket = self.grow(rates, max_nodes, np.ones(1, bool))
         assert offsets.tolist() == [0, len(score)]
-        return Continuations(score, *fields, bucket)
+        return oracle.Continuations(score, *fields, bucket)
 
 
 def build(*texts: Any) -> SuffixIndex:
@@ -53,12 +52,6 @@ def test_the_longest_match_decides_about_a_token() -> None:
     assert tree.parents[:3].tolist() == [-1, -1, 0]
 
 
-@pytest.mark.parametrize("limits", [(0, 8), (5, 4), (1, 33)])
-def test_senseless_limits_are_refused(limits: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match=r"1 <= min_ngram <= max_ngram <= 32"):
-        SuffixIndex(*limits)
-
-
 alphabets = st.sampled_from((2, 3, 5, 9))
 streams = alphabets.flatmap(lambda size: st.lists(st.integers(0, size - 1), max_size=150))
 
@@ -68,7 +61,6 @@ streams = alphabets.flatmap(lambda size: st.lists(st.integers(0, size - 1), max_
     text=streams,
     other=streams,
     cuts=st.lists(st.integers(0, 150), max_size=4),
-    limits=st.sampled_from(((1, 32), (1, 6), (2, 8), (3, 3), (1, 1), (5, 20))),
     max_nodes=st.sampled_from((1, 7, 64)),
     seed=st.integers(0, 2**16),
 )
@@ -76,12 +68,11 @@ def test_equals_the_oracle(
     text: list[int],
     other: list[int],
     cuts: list[int],
-    limits: tuple[int, int],
     max_nodes: int,
     seed: int,
 ) -> None:
     rates = np.random.default_rng(seed).random(NUM_BUCKETS).astype(np.float32)
-    index, twin = SuffixIndex(*limits), oracle.SuffixIndex(*limits)
+    index, twin = SuffixIndex(), oracle.SuffixIndex()
     index.add([*other, BORDER])
     twin.extend([*other, BORDER])
     pieces = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lookahead_hf.ngram_pool._logits_numba import LANES, WAYS
+from lookahead_hf.ngram_pool.logits_memory import LANES, WAYS
 
 
 def top_rows(

@@ -6,7 +6,7 @@ import heapq
 
 import numpy as np
 
-from lookahead_hf.drafting.sources.recycling_buckets import (
+from lookahead_hf.drafting.sources._recycling_numba import (
     NEXT_START,
     NUM_PROBS,
     PROB_EDGES,

@@ -18,11 +18,21 @@ from lookahead_hf.ngram_pool.matches import (
     NUM_SHARES,
     NUM_TOTALS,
     VISITS,
-    Continuations,
     level_of,
 )
 
 _State = TypeVar("_State")
+
+
+@dataclass(frozen=True, eq=False)
+class Continuations:
+    """A tree of tokens that may follow a text: the fields of a `DraftTree`, and buckets."""
+
+    score: np.ndarray
+    token_ids: np.ndarray
+    parents: np.ndarray
+    depth: np.ndarray
+    bucket: np.ndarray
 
 
 def grown(
@@ -64,8 +74,7 @@ class _Found:
 class SuffixIndex:
     """Finds in one row what `ngram_pool.SuffixIndexes` finds; checks no arguments."""
 
-    def __init__(self, min_ngram: int = 1, max_ngram: int = LONGEST_MATCH) -> None:
-        self._min_ngram, self._max_ngram = min_ngram, max_ngram
+    def __init__(self) -> None:
         self._text: list[int] = []
         self._places: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
 
@@ -79,7 +88,7 @@ class SuffixIndex:
         self, rates: Sequence[float], max_nodes: int, context: list[int] | None = None
     ) -> Continuations:
         """Grow a tree after another text, by default after its own."""
-        start = self._text if context is None else context[-self._max_ngram :]
+        start = self._text if context is None else context[-LONGEST_MATCH:]
         tree = grown(start, self._followers, rates, max_nodes)
         return replace(tree, score=tree.score.astype(np.float32))
 
@@ -87,7 +96,7 @@ class SuffixIndex:
         """Yield the context's last 1, 2, 4 and 8 tokens, as far as they contain no border."""
         for k in range(NUM_KEYS):
             key = tuple(context[-(1 << k) :])
-            if len(key) < 1 << k or len(key) > self._max_ngram or min(key) <= BORDER:
+            if len(key) < 1 << k or min(key) <= BORDER:
                 return
             yield key
 
@@ -118,13 +127,13 @@ class SuffixIndex:
             for place in reversed(self._places[keys[k]][-VISITS[k] :]):
                 match_len = self._match_len(place, context)
                 covered = k + 1 < len(keys) and match_len >= 2 << k
-                if match_len >= self._min_ngram and not covered:
+                if not covered:
                     yield place, match_len
 
     def _match_len(self, place: int, context: list[int]) -> int:
         length = 0
         while (
-            length < min(place, len(context), self._max_ngram)
+            length < min(place, len(context), LONGEST_MATCH)
             and self._text[place - 1 - length] == context[-1 - length] > BORDER
         ):
             length += 1

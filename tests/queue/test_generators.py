@@ -9,7 +9,7 @@ import torch
 from transformers import LogitsProcessor
 
 import lookahead_hf
-from lookahead_hf.verification.rng import OwnGenerators
+from lookahead_hf.verification.noise import OwnGenerators
 from tests.helpers.models import prompt
 from tests.helpers.requests import DRAFTED, WAIT, alone, prompts, running, settings, speculated
 

@@ -16,14 +16,16 @@ from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.rates import Calibration
 from lookahead_hf.logits import constraints
-from lookahead_hf.logits.grammars.llguidance import LLGuidance
-from lookahead_hf.logits.grammars.xgrammar import XGrammar
+from lookahead_hf.logits.grammars import LLGuidance, XGrammar
 from lookahead_hf.rows import Rows
-from lookahead_hf.sources.grammar import growth
-from lookahead_hf.sources.grammar import vocabulary as probe
-from lookahead_hf.sources.grammar.drafter import GrammarDrafter
-from lookahead_hf.sources.grammar.growth import Growth
-from lookahead_hf.sources.grammar.vocabulary import Probe, Vocabulary, Whitespace
+from lookahead_hf.sources import grammar as probe
+from lookahead_hf.sources.grammar import (
+    GrammarDrafter,
+    Growth,
+    Probe,
+    Vocabulary,
+    Whitespace,
+)
 from tests.helpers import grammars
 from tests.helpers.grammars import END, LEVEL, NUMBER, SCHEMAS, schema, text
 
@@ -238,19 +240,19 @@ def test_a_tokenizer_that_normalises() -> None:
 @pytest.mark.parametrize("library", ["xgrammar strict", *grammars.LIBRARIES[3:]])
 def test_operations_have_a_limit(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
     counts = []
-    run = growth.Refinement.run
+    run = probe.Refinement.run
 
     def counted(self: Any, asked: Probe, *rest: Any) -> None:
         run(self, asked, *rest)
         counts.append(asked.operations)
 
-    monkeypatch.setattr(growth.Refinement, "run", counted)
+    monkeypatch.setattr(probe.Refinement, "run", counted)
     words = [f"a{first}{second}" for first in "bcdef" for second in "ghijklmn"]
     own = schema(name={"type": "string", "maxLength": 10}, country=text(10))
     monkeypatch.setitem(globals(), "shadow", lambda own, is_strict: shadow_of(library, own))
     drafted('{"name": "', own, *words, max_nodes=16)
     one_growth, least = 60, 100 if library == "xgrammar strict" else 30
-    assert least < counts[-1] < growth.OPERATIONS * 16 + 2 * 64 + one_growth
+    assert least < counts[-1] < probe.OPERATIONS * 16 + 2 * 64 + one_growth
 
 
 @pytest.mark.parametrize("library", ["xgrammar strict", *grammars.LIBRARIES[3:]])
@@ -260,15 +262,15 @@ def test_a_long_forced_text_is_grown_in_parts(
     own = {"type": "string", "pattern": "^((a{50}){50})$"}
     monkeypatch.setitem(globals(), "shadow", lambda own, is_strict: shadow_of(library, own))
     sizes: list[int] = []
-    run = growth.Refinement.run
+    run = probe.Refinement.run
 
     def counted(self: Any, *given: Any) -> None:
         run(self, *given)
         sizes.append(len(self.tokens))
 
-    monkeypatch.setattr(growth.Refinement, "run", counted)
+    monkeypatch.setattr(probe.Refinement, "run", counted)
     assert any(len(each) > 8 for each in drafted('"', own))
-    assert 8 < sizes[-1] < 10 * growth.MOST_BYTES < 50 * 50
+    assert 8 < sizes[-1] < 10 * probe.MOST_BYTES < 50 * 50
 
 
 def test_a_grammar_that_takes_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,19 +176,6 @@ def test_an_assistant_of_another_vocabulary_is_refused_without_tokenizers() -> N
     assert not forwards
 
 
-def test_generation_settings_reach_the_assistant() -> None:
-    model, depths = tiny("llama"), []
-    config = config_of(("assistant",), options={"assistant": {"min_reach": 0.0}})
-    call = {**GREEDY, "assistant_model": tiny("llama"), "speculative": config}
-    with lookahead_hf.enabled(model):
-        for settings in ({}, {"num_assistant_tokens": 3}):
-            model.generate(prompt(), **call, **settings)
-            stats = speculated(model)
-            assert stats.acceptance_rate == 1.0  # the target is its own assistant
-            depths.append(len(stats.accepted_histogram) - 1)
-    assert depths == [8, 3]
-
-
 def test_a_memory_that_is_to_outlive_a_call_needs_an_object() -> None:
     model, accepted = tiny("llama"), []
     options = {"recycling": {"keep": True}}

@@ -9,8 +9,7 @@ import torch
 from transformers import StoppingCriteriaList, StopStringCriteria
 
 import lookahead_hf
-from lookahead_hf.runner.outputs import HostCopy
-from tests.helpers.caches import CACHE, assert_same_cache
+from tests.helpers.caches import CACHE
 from tests.helpers.calls import GREEDY, compare, padded
 from tests.helpers.compared import compared
 from tests.helpers.device import on_device
@@ -58,38 +57,6 @@ def test_finished_rows_are_fed_pads_where_the_cache_is_returned() -> None:
     plain, ours, stats = compared(model, lambda: dict(call), columns, right(4))
     assert stats.engine == "device"
     assert ours[CACHE].get_seq_length() == plain[CACHE].get_seq_length()
-
-
-def test_one_copy_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    copies: list[int] = []
-    send = HostCopy.send
-
-    def counted(copy: HostCopy) -> None:
-        if copy._waiting:
-            copies.append(len(copy._waiting))
-        send(copy)
-
-    monkeypatch.setattr(HostCopy, "send", counted)
-    stats = compare(tiny("llama"), padded("left"), **GREEDY)
-    assert stats.engine == "device"
-    assert len(copies) == stats.num_steps
-
-
-def test_the_cache_comes_back_as_plain_leaves_it() -> None:
-    model, inputs = tiny("gemma3"), padded("left")
-    call = {**inputs, **GREEDY, "return_dict_in_generate": True}
-    plain, ours, stats = compared(model, lambda: dict(call), inputs["input_ids"].shape[1])
-    assert stats.engine == "device"
-    columns = plain[CACHE].get_seq_length()
-    mask = torch.ones(len(plain.sequences), columns)
-    mask[:, :14] = inputs["attention_mask"]
-    assert_same_cache(ours[CACHE], plain[CACHE], mask)
-
-
-def test_learned_sources_draft() -> None:
-    call = {"input_ids": prompt(2), **GREEDY, "max_new_tokens": 80}
-    fields = {"drafters": ("recycling",), "budget": 24}
-    assert compared(tiny("llama"), lambda: dict(call), 12, **fields).stats.engine == "device"
 
 
 def test_probabilities_that_are_not_finite_raise_as_in_plain() -> None:

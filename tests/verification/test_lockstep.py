@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 from transformers import LogitsProcessorList
 
 from lookahead_hf import SpeculativeConfig
-from lookahead_hf.draft import Verdict
 from tests.helpers.calls import GREEDY
 from tests.helpers.compared import compared
 from tests.helpers.models import prompt, tiny
@@ -38,17 +36,3 @@ def test_finished_rows_are_not_counted(drafters: Any) -> None:
     assert source.exclusive == stats.num_accepted
     if drafters == "script":  # every draft is right as far as a text goes
         assert stats.num_steps == -(-(max(lengths) - 1) // 6)
-
-
-def test_the_verdict_on_text_leaves_pads_out() -> None:
-    # Row 0 goes on, row 1 ends with its second token, row 2 had ended before.
-    verdict = Verdict(
-        np.array([0, 3, 6, 9]), np.array([1, 2, 3, 4, 9, 0, 0, 0, 0]), np.array([0, 2, 4, 6]),
-        np.array([0, 1, 5, 6, 0, 1], np.int32), np.array([True, True, False]),
-        np.array([False, True, True]), np.array([3, 2, 0]),
-    )  # fmt: skip
-    text = verdict.of_text
-    assert [text.emitted(row).tolist() for row in range(3)] == [[1, 2, 3], [4, 9], []]
-    assert [text.accepted(row).tolist() for row in range(3)] == [[0, 1], [5], []]
-    assert text.of_text is text
-    assert verdict.num_accepted.tolist() == [2, 2, 2]

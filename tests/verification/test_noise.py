@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 from weakref import WeakValueDictionary
 
 import pytest
 import torch
 
-from lookahead_hf.verification import rng
-from lookahead_hf.verification.noise import Noise
-from lookahead_hf.verification.rng import Replay, same_as_multinomial
+from lookahead_hf.verification.noise import Noise, Replay, same_as_multinomial
 
 SHAPES = [
     pytest.param(rows, vocab, id=f"B{rows}-V{vocab}")
@@ -64,14 +61,8 @@ def test_the_generator_stands_where_plain_leaves_it_after_fewer_or_more_steps_th
         assert torch.equal(torch.get_rng_state(), after)
 
 
-@pytest.fixture
-def few_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rng, "_RECENT", 5)
-    monkeypatch.setattr(rng, "_CHECKPOINT", 8)
-
-
 @pytest.mark.parametrize("max_bytes", [0, 1 << 20])
-def test_blocks_stay_bounded_and_old_steps_can_still_be_asked(max_bytes: int, few_states: None):
+def test_blocks_stay_bounded_and_old_steps_can_still_be_asked(max_bytes: int):
     torch.manual_seed(1)
     expected = [torch.empty(2, 50).exponential_() for _ in range(60)]
     torch.manual_seed(1)
@@ -82,48 +73,6 @@ def test_blocks_stay_bounded_and_old_steps_can_still_be_asked(max_bytes: int, fe
         kept[id(block)] = block
         assert torch.equal(block, expected[step])
         assert len(kept) <= max(2, max_bytes // 400) + 1  # and the latest one before it is let go
-
-
-class Numbered:
-    """A generator each of whose states is a tensor of its own."""
-
-    def __init__(self) -> None:
-        self.states = WeakValueDictionary[int, torch.Tensor]()
-
-    def get_state(self) -> torch.Tensor:
-        state = torch.zeros(1)
-        self.states[id(state)] = state
-        return state
-
-    def set_state(self, state: torch.Tensor) -> None:
-        assert id(state) in self.states
-
-
-def test_states_stay_bounded(few_states: None):
-    generator: Any = Numbered()
-    replay = Replay(generator, generator.get_state())
-    for _ in range(60):
-        replay.drew()
-    assert len(generator.states) <= 5 + 60 // 8 + 1
-    for draw, known in ((58, 58), (53, 48), (20, 16), (3, 0)):
-        replay.back_to(draw)
-        assert replay.at == known
-
-
-def test_a_row_that_lags_behind_does_not_redraw_what_it_has_just_passed(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setattr(rng, "_RECENT", 16)
-    drawn, draw = list[int](), torch.Tensor.exponential_
-    monkeypatch.setattr(
-        torch.Tensor, "exponential_", lambda *args, **kw: drawn.append(1) or draw(*args, **kw)
-    )
-    noise = Noise(2, 50, "cpu", max_bytes=0)
-    noise.block(500)
-    assert sum(drawn) == 501
-    for step in range(70, 100):
-        noise.block(step)
-    assert sum(drawn) == 501 + 36  # from 64 on
 
 
 def test_while_a_call_is_open_nothing_else_sees_its_noise():

@@ -23,18 +23,16 @@ from lookahead_hf.call.emitter import ColumnStream, Emitter, RequestedOutputs
 from lookahead_hf.call.stopping import RowStopping
 from lookahead_hf.draft import ROOT, DraftTree, Evidence, Verdict
 from lookahead_hf.drafting.drafter import Drafter, Traits
-from lookahead_hf.drafting.ensemble import Ensemble
-from lookahead_hf.drafting.merge import head
+from lookahead_hf.drafting.ensemble import Ensemble, head
 from lookahead_hf.drafting.rates import Calibration
 from lookahead_hf.drafting.sources.user import UserDrafter
 from lookahead_hf.logits.row_processors import RowProcessors
 from lookahead_hf.rows import Rows
-from lookahead_hf.sources.assistant.growth import Drawn
+from lookahead_hf.sources.growth import Drawn
 from lookahead_hf.verification import rejection
 from lookahead_hf.verification.rejection import rejecting
 from lookahead_hf.verification.walk import Rules, Walk
 from tests.helpers.compared import speculated
-from tests.helpers.device import HostReads
 from tests.helpers.models import prompt, tiny
 
 VOCAB, TEXTS, LENGTH = 4, 1500, 3
@@ -246,14 +244,6 @@ def test_the_statistic_finds_tokens_that_were_cut_for_what_they_are(at_once: boo
     assert chi_square(texts, expected_counts()) > CRITICAL
 
 
-def test_the_statistic_finds_a_drafters_own_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        rejection, "choose", lambda _, drafted, __: (0, drafted[0]) if len(drafted) else (None, 0)
-    )
-    texts, _ = generate(MarkovDrafter(3, 1))
-    assert chi_square(texts, expected_counts()) > 10 * CRITICAL
-
-
 def test_a_step_emits_the_path_and_stops_in_it() -> None:
     rows = Rows(np.zeros((2, 1), np.int64))
     certain = torch.full((2, 4, VOCAB), -torch.inf)
@@ -265,40 +255,6 @@ def test_a_step_emits_the_path_and_stops_in_it() -> None:
     assert verdict.emitted(0).tolist() == [2, 3] and verdict.accepted(0).tolist() == [1]
     assert verdict.emitted(1).tolist() == [2, 2] and verdict.accepted(1).tolist() == [0]
     assert verdict.finished.tolist() == [True, False] and verdict.live.all()
-
-
-def test_probabilities_of_another_width_are_fitted() -> None:
-    probs = torch.tensor([0.25, 0.75])
-    ids = torch.ones(1, dtype=torch.int64)
-    for chances in ([0.0, 1.0], [0.0, 1.0, 0.0], [0.0, 0.9, 0.1], [0.5]):
-        fitted = rejection._drawn_from(torch.tensor([chances]), ids * 0, ids, probs)
-        assert fitted.tolist() == [pytest.approx([*chances, 0.0][:2])]
-        certain = rejection._drawn_from(torch.tensor([chances]), -ids, ids, probs)
-        assert certain.tolist() == [[0.0, 1.0]]
-    assert rejection._drawn_from(None, ids * 0, ids, probs).tolist() == [[0.0, 1.0]]
-
-
-@pytest.mark.parametrize("hides", [False, True])
-def test_a_step_takes_one_copy_to_the_device_and_one_back(
-    hides: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first comes from pinned memory: from other memory each copy waits for the device."""
-    rows, drafter = Rows(np.zeros((3, 1), np.int64)), MarkovDrafter(2, 2, hides=hides)
-    verifier, from_numpy, uploads = engine(3), torch.from_numpy, []
-    drafter.begin(rows)
-    tree = drafter.propose(rows, 64)
-    logits = logits_of(rows, tree)
-    monkeypatch.setattr(kernels, "backend", lambda _: "triton")
-
-    def pinned(array: np.ndarray, _: torch.device) -> torch.Tensor:
-        uploads.append(len(array))
-        return from_numpy(array)
-
-    monkeypatch.setattr(rejection, "pinned", pinned)
-    monkeypatch.setattr(torch, "from_numpy", lambda _: pytest.fail("from memory that is paged"))
-    with HostReads() as read:
-        verifier.verify(rows, tree, logits)
-    assert len(uploads) == read.reads.count("cpu") == 1
 
 
 def test_what_rounding_leaves_empty_is_drawn_from_the_target() -> None:

@@ -1,4 +1,4 @@
-"""Compiled growth and learning of recycling."""
+"""Compiled growth and learning of recycling, and its buckets: by key, rank and probability."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -7,16 +7,21 @@ from __future__ import annotations
 import numpy as np
 
 from lookahead_hf.drafting._numba import pop, push
-from lookahead_hf.drafting.sources.recycling_buckets import (
-    NEXT_START,
-    NO_BUCKET,
-    NUM_PROBS,
-    PROB_EDGES,
-    RANK_EDGES,
-    SINGLE_START,
-)
-from lookahead_hf.ngram_pool._logits_numba import find
 from lookahead_hf.ngram_pool.jit import jit, jit_inner
+from lookahead_hf.ngram_pool.logits_memory import find
+
+RANK_EDGES = (1, 2, 3, 5, 8)
+PROB_EDGES = (0.005, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)
+NUM_PROBS = len(PROB_EDGES) + 1
+SINGLE_START = (len(RANK_EDGES) + 1) * NUM_PROBS
+NEXT_START = 2 * SINGLE_START
+NUM_BUCKETS = 3 * SINGLE_START
+"""The buckets of tokens remembered under two tokens come first.
+
+Then come those under one (from `SINGLE_START`) and those of the last logits (from `NEXT_START`).
+"""
+
+NO_BUCKET = -1
 
 TOKEN, PARENT, DEPTH, MEMORY_BUCKET, NEXT_BUCKET = range(5)
 

@@ -15,11 +15,14 @@ import numpy as np
 from lookahead_hf.config import check_int
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting.drafter import Drafter, Step, Traits
-from lookahead_hf.drafting.sources.recycling_buckets import MIN_REACH, NUM_BUCKETS
 
 if TYPE_CHECKING:
     from lookahead_hf.ngram_pool.logits_memory import LogitsMemory
     from lookahead_hf.rows import Rows
+
+MIN_REACH = 1e-4
+"""Least probability of a node worth verifying."""
+
 
 MAX_TOP_K = 64
 
@@ -87,9 +90,10 @@ class RecyclingDrafter(Drafter):
         self._top_k, self._num_next = top_k, num_next
         self._capacity, self._keep = capacity, keep
         self._memory: LogitsMemory | None = None
+        rates = np.ravel([PAIR_RATES, SINGLE_RATES, NEXT_RATES])
         self.traits = Traits(
-            NUM_BUCKETS,
-            np.ravel([PAIR_RATES, SINGLE_RATES, NEXT_RATES]),
+            rates.size,
+            rates,
             needs={"best_tokens": (top_k, max(top_k, num_next))},
             widens=True,
             sees_all=False,  # searching the best logits is expensive

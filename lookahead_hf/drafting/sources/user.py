@@ -158,21 +158,17 @@ def _distributions(tree: DraftTree, vocab_size: int | None) -> torch.Tensor:
     ValueError if they are no distributions, or exclude a node's token.
     """
     probs: torch.Tensor = tree.probs[:, :vocab_size].detach().float()  # type: ignore[index]
-    totals = probs.sum(1)
-    proper = (probs >= 0).all(1) & ((totals - 1).abs() <= ROUNDING)  # neither holds for NaN
-    if not proper.all():
-        node = int(proper.logical_not().nonzero()[0])
+    totals, tokens = probs.sum(1), tree.token_ids.clip(0, probs.shape[1] - 1)
+    chances = probs[np.arange(len(tokens)), tokens].cpu().numpy()
+    is_drawn = (tokens == tree.token_ids) & (chances > 0)
+    is_proper = (probs >= 0).all(1) & ((totals - 1).abs() <= ROUNDING)  # neither holds for NaN
+    wrong = np.flatnonzero(~(is_drawn & is_proper.cpu().numpy()))
+    if len(wrong):
+        node = int(wrong[0])
         raise ValueError(
-            f"probs[{node}] is not a distribution over the target's {probs.shape[1]} tokens: its "
-            f"entries must not be negative and must sum up to 1, not {float(totals[node]):.4g}"
-        )
-    known = (tree.token_ids >= 0) & (tree.token_ids < probs.shape[1])
-    chances = probs.new_zeros(tree.num_nodes)
-    chances[np.flatnonzero(known)] = probs[np.flatnonzero(known), tree.token_ids[known]]
-    if not (chances > 0).all():
-        node = int((chances <= 0).nonzero()[0])
-        raise ValueError(
-            f"node {node} holds the token {tree.token_ids[node]}, which has no probability in "
-            f"probs[{node}]: each token must be drawn from its distribution"
+            f"node {node} holds the token {tree.token_ids[node]}, but probs[{node}] is not a "
+            f"distribution over the target's {probs.shape[1]} tokens that it was drawn from: the "
+            f"entries must not be negative, must sum up to 1, not {float(totals[node]):.4g}, and "
+            "must give the token a chance"
         )
     return probs / totals[:, None]

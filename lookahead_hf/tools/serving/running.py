@@ -18,7 +18,7 @@ from lookahead_hf import stats
 from lookahead_hf.call.stopping import StopTexts
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.fallback import Unserved
-from lookahead_hf.logits.presence import PresencePenalty
+from lookahead_hf.logits.row_processors import PresencePenalty
 from lookahead_hf.model import compat
 from lookahead_hf.queue.manager import SpeculativeBatchingManager
 from lookahead_hf.queue.methods import BatchOptions, engine_of
@@ -33,7 +33,7 @@ from lookahead_hf.tools.serving.fields import (
     current,
 )
 from lookahead_hf.tools.serving.schemas import check_media, grammar_of
-from lookahead_hf.verification import rng
+from lookahead_hf.verification import noise
 
 STOP_SECONDS = 10.0
 """The longest wait for the thread of a queue, which ends within a step."""
@@ -371,7 +371,7 @@ class ServedGenerate:
         try:
             self._apply(request, kwargs, config)
             kwargs["speculative"] = self._speculative(request, config)
-            with rng.drawing(self._model.device, request.seed):
+            with noise.drawing(self._model.device, request.seed):
                 output = self._generate(*args, **kwargs)
         except Cancelled:
             raise

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import pytest
 import torch
 
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.drafter import Step
 from lookahead_hf.drafting.sources.ngram import NgramDrafter
-from lookahead_hf.ngram_pool import SuffixIndexes
 from lookahead_hf.rows import Rows
 from tests.helpers.drafts import emit, paths, rows_of
 
 NO_LOGITS = torch.empty(0)
 
 
-def begun(prompt: list[list[int]], first: list[int], **options: int) -> tuple[NgramDrafter, Rows]:
+def begun(prompt: list[list[int]], first: list[int]) -> tuple[NgramDrafter, Rows]:
     """A drafter that has seen the prompts (0 is padding) and one emitted token per row."""
     ids = np.array(prompt)
     rows = Rows(ids, ids != 0)
     emit(rows, [[token] for token in first])
-    drafter = NgramDrafter(**options)
+    drafter = NgramDrafter()
     drafter.begin(rows)
     return drafter, rows
 
@@ -54,50 +50,6 @@ def test_the_encoder_text_is_searched_too() -> None:
     draft = drafter.propose(rows, 8)
     assert paths(draft, 0) == [[6], [6, 7]]
     assert paths(draft, 1) == [[8]]
-
-
-def turn(drafter: NgramDrafter, prompt: list[int], text: list[int]) -> list[list[int]]:
-    """A call that emits a text; returns what is drafted after it."""
-    rows = rows_of([[*prompt, text[0]]])
-    drafter.begin(rows)
-    for token in text[1:]:
-        observe(drafter, rows, drafter.propose(rows, 4), [[token]])
-    draft = drafter.propose(rows, 4)
-    drafter.end(rows)
-    return paths(draft, 0)
-
-
-@pytest.fixture
-def added(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens that are added to indexes."""
-    tokens: list[int] = []
-    extend = SuffixIndexes.extend
-
-    def noting(self: SuffixIndexes, offsets: Any, token_ids: Any) -> None:
-        tokens.extend(np.asarray(token_ids).tolist())
-        extend(self, offsets, token_ids)
-
-    monkeypatch.setattr(SuffixIndexes, "extend", noting)
-    return tokens
-
-
-def test_a_kept_index_takes_what_is_new_and_drafts_as_a_fresh_index_does(added: list[int]) -> None:
-    keeping = NgramDrafter(keep=True)
-    turn(keeping, [5, 6, 7, 8], [9, 5])
-    added.clear()
-    prompt = [5, 6, 7, 8, 9, 5, 11, 12]
-    drafted = turn(keeping, prompt, [6, 7])
-    assert added == [11, 12, 6, 7]
-    assert drafted == turn(NgramDrafter(), prompt, [6, 7])
-    assert drafted[0] == [8]
-
-
-def test_a_text_that_goes_another_way_stays_known(added: list[int]) -> None:
-    keeping = NgramDrafter(keep=True)
-    turn(keeping, [5, 6, 7, 8], [9, 10])
-    added.clear()
-    assert turn(keeping, [5, 6, 7, 20], [7, 8])[0] == [9]
-    assert added == [-1, 20, 7, 8]
 
 
 def test_a_row_that_another_text_takes_forgets_the_text_before() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting.drafter import Step
-from lookahead_hf.drafting.merge import merge
+from lookahead_hf.drafting.ensemble import merge
 from lookahead_hf.drafting.rates import Calibration
 from lookahead_hf.drafting.sources.prediction import PredictionDrafter
 from lookahead_hf.rows import Rows

@@ -11,13 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead_hf.draft import ROOT, DraftTree, Verdict
-from lookahead_hf.drafting.drafter import Step
+from lookahead_hf.drafting.drafter import BestTokens, Step
 from lookahead_hf.drafting.sources import _recycling_numba as compiled
+from lookahead_hf.drafting.sources._recycling_numba import NEXT_START, NUM_BUCKETS
 from lookahead_hf.drafting.sources.recycling import MANY_ROWS, RecyclingDrafter
-from lookahead_hf.drafting.sources.recycling_buckets import NEXT_START, NUM_BUCKETS
-from lookahead_hf.drafting.topk import BestTokens
-from lookahead_hf.ngram_pool._logits_numba import find
-from lookahead_hf.ngram_pool.logits_memory import LogitsMemory
+from lookahead_hf.ngram_pool.logits_memory import LogitsMemory, find
 from lookahead_hf.rows import Rows
 from tests.helpers.drafts import emit, rows_of
 from tests.oracles import recycling as reference

@@ -15,7 +15,7 @@ from lookahead_hf.call.prepared import Request
 from lookahead_hf.draft import DraftTree, Evidence
 from lookahead_hf.drafting.drafter import Drafter, Step, Traits
 from lookahead_hf.drafting.registry import build
-from lookahead_hf.drafting.sources.user import UserDrafter, checked
+from lookahead_hf.drafting.sources.user import UserDrafter
 from lookahead_hf.rows import Rows
 from tests.helpers.calls import padded
 from tests.helpers.compared import compared, served, speculated
@@ -112,9 +112,8 @@ def probs_of(*rows: dict[int, float], vocab: int = VOCAB) -> torch.Tensor:
 
 
 IMPROPER = {
-    "not a number": ({}, torch.full((2, VOCAB), torch.nan), "is not a distribution"),
-    "infinite": ({}, torch.full((2, VOCAB), torch.inf), "is not a distribution"),
-    "nothing": ({}, torch.zeros(2, VOCAB), "sum up to 1, not 0"),
+    "not a number": ({}, torch.full((2, VOCAB), torch.nan), "sum up to 1, not nan"),
+    "infinite": ({}, torch.full((2, VOCAB), torch.inf), "sum up to 1, not inf"),
     "too much": ({}, probs_of({5: 1.0}, {6: 0.6, 7: 0.6}), "probs.1. is not a dist.*not 1.2"),
     "negative": ({}, probs_of({5: 1.0}, {6: 1.5, 7: -0.5}), "must not be negative"),
     "beyond the vocabulary": ({}, probs_of({5: 0.5, 120: 0.5}, {6: 1.0}, vocab=130), "not 0.5"),
@@ -255,19 +254,6 @@ def test_traits_name_what_is_needed() -> None:
     odd.traits = {"buckets": 2}  # type: ignore[assignment]
     with pytest.warns(RuntimeWarning, match="'own' failed.*traits must be"):
         assert len(build(Request(SpeculativeConfig((odd, "ngram"))))) == 1
-
-
-def test_an_object_that_is_no_drafter_may_have_traits_too() -> None:
-    class Bare:
-        traits = Traits(2, [0.1, 0.9])
-
-        def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
-            return tree(evidence=evidence(0, 1))
-
-    adapted = UserDrafter(Bare())
-    assert (adapted.name, adapted.traits.buckets) == ("custom", 2)
-    assert adapted.rates.tolist() == pytest.approx([0.1, 0.9])
-    assert checked(Bare().propose(None, 8), 1, 2).evidence.bucket.tolist() == [0, 1]  # type: ignore[union-attr, arg-type]
 
 
 def test_an_object_of_the_callers_serves_one_call_at_a_time() -> None:

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
-from lookahead_hf.drafting.memory import memory_of
+from lookahead_hf.drafting.rates import memory_of
 from lookahead_hf.model import self_test
 from tests.helpers.distributed.ranks import (
     BUDGET,

@@ -13,9 +13,9 @@ from torch.distributed.tensor import parallel
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.draft import DraftTree
-from lookahead_hf.drafting.costs import KEPT_SAMPLES, SIZES, CostCurve
+from lookahead_hf.drafting.budget import KEPT_SAMPLES, SIZES, CostCurve
 from lookahead_hf.drafting.drafter import Drafter
-from lookahead_hf.drafting.memory import memory_of
+from lookahead_hf.drafting.rates import memory_of
 from lookahead_hf.rows import Rows
 from tests.helpers.compared import served
 from tests.helpers.distributed.ranks import (

@@ -11,17 +11,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from lookahead_hf.ngram_pool import NgramPool
-from lookahead_hf.ngram_pool.matches import NUM_BUCKETS
-from lookahead_hf.sources.pool import fingerprint
+from lookahead_hf.sources.pool import PoolDrafter, fingerprint
 from tests.helpers.commands import Run
+from tests.helpers.ngrams import grown
 from tests.helpers.tiny_chat import byte_tokenizer
-
-EVEN = np.full(NUM_BUCKETS, 0.5)
-
 
 Pool = Callable[..., Any]
 
@@ -34,7 +30,7 @@ def pool(run: Run) -> Pool:
 
 def continuation(file: str, text: str) -> str:
     ids = byte_tokenizer()(text)["input_ids"]
-    tree = NgramPool.load(file).grow(ids, EVEN, 4, min_ngram=4)
+    tree = grown(NgramPool.load(file), ids, 4, PoolDrafter.traits.prior)
     return byte_tokenizer().decode(tree.token_ids)
 
 
@@ -72,9 +68,9 @@ def save(file: str, text: Sequence[int], **options: Any) -> None:
 
 
 def damage(file: str) -> None:
-    """Turn a bit of the first token of a file."""
+    """Turn a bit of the last token of a file, which is before the end of its text."""
     content = bytearray(Path(file).read_bytes())
-    content[8 + int.from_bytes(content[:8], "little")] ^= 4
+    content[-8] ^= 4
     Path(file).write_bytes(content)
 
 
@@ -92,10 +88,10 @@ def test_pools_are_merged_in_order_and_whole(pool: Pool) -> None:
     save("b", range(900, 1_800), max_tokens=901)
     said = pool("merge", "c", "a", "b")
     assert (said["num_tokens"], said["max_tokens"]) == (1_800, 1_802)
-    assert NgramPool.load("c").grow([899], EVEN, 1).token_ids.tolist() == []
-    assert NgramPool.load("c").grow([898], EVEN, 1).token_ids.tolist() == [899]
+    assert grown(NgramPool.load("c"), [899]).token_ids.tolist() == []
+    assert grown(NgramPool.load("c"), [898]).token_ids.tolist() == [899]
     said = pool("merge", "c", "a", "b", "--max-tokens", "1000")
-    assert said["num_tokens"] == 900  # the older ones left for the newer half
+    assert said["num_tokens"] == 801  # older ones have left
     # Into one of them.
     assert pool("merge", "a", "a", "b")["num_tokens"] == 1_800
 
@@ -131,7 +127,7 @@ def test_pools_of_two_workers_are_merged_though_one_was_killed(pool: Pool) -> No
     assert said["num_texts"] == 1 + 5 + 3
     assert said["num_tokens"] == 900 + 8 * 50
     merged = NgramPool.load("all.safetensors")
-    following = {n: merged.grow([n], EVEN, 1).token_ids.tolist() for n in (10_440, 20_240, 20_340)}
+    following = {n: grown(merged, [n]).token_ids.tolist() for n in (10_440, 20_240, 20_340)}
     assert following == {10_440: [10_441], 20_240: [20_241], 20_340: []}
 
 

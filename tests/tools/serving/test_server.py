@@ -96,7 +96,7 @@ def test_a_call_that_cannot_be_speculated_says_why(served: Served) -> None:
         ({"speculative": "fast"}, "known: default"),
         # Only building the drafters shows that these are wrong.
         ({"speculative": {"drafters": ["assistant"]}}, "needs a model to draft with"),
-        ({"speculative": {"options": {"ngram": {"max_ngram": 0}}}}, "max_ngram"),
+        ({"speculative": {"options": {"recycling": {"top_k": 0}}}}, "top_k"),
         # A generation config opens no files either.
         ({"generation_config": '{"speculative": {"pool": "/etc/passwd"}}'}, "--pool FILE"),
     ],

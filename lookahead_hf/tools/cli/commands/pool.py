@@ -108,12 +108,12 @@ def _info(arguments: SimpleNamespace, screen: Screen) -> None:
 @click.option("--max-tokens", type=int, metavar="N", help="default: room for all of them")
 def _merge(arguments: SimpleNamespace, screen: Screen) -> None:
     """Write several pools as one, in their order."""
-    from lookahead_hf.ngram_pool import NgramPool, store
+    from lookahead_hf.ngram_pool import NgramPool
 
+    pools = []
     for file in arguments.files:
         with screen.task(f"checking {file}"):
-            store.read(file, verifies=True)
-    pools = [NgramPool.load(file) for file in arguments.files]
+            pools.append(NgramPool.load(file, verifies=True))
     infos = [pool.info for pool in pools]
     most = arguments.max_tokens
     if most is None:
@@ -130,10 +130,10 @@ def _merge(arguments: SimpleNamespace, screen: Screen) -> None:
 @click.argument("file", type=_FILE)
 def _check(arguments: SimpleNamespace, screen: Screen) -> None:
     """Read all of a pool and compare its checksum."""
-    from lookahead_hf.ngram_pool import store
+    from lookahead_hf.ngram_pool import NgramPool
 
     with screen.task(f"reading {arguments.file}"):
-        store.read(arguments.file, verifies=True)
+        NgramPool.load(arguments.file, verifies=True)
     screen.result({"file": str(arguments.file), "intact": True})
     screen.line(f"{arguments.file} is intact")
 

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, processors, trainers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from lookahead_hf.sources.assistant import tokens
-from lookahead_hf.sources.assistant.tokens import BROKEN, Bridge, differ
+from lookahead_hf.sources import tokens
+from lookahead_hf.sources.tokens import BROKEN, Bridge, differ
 
 TEXT = (
     "A drafter proposes, the target verifies, the cache rolls back, the streamer speaks. "
@@ -81,7 +81,7 @@ def test_the_assistant_reads_the_targets_text(target: str, assistant: str) -> No
         read = decoded(ours, bridge.ids)
         assert text.endswith(BROKEN) or read.strip() == text.strip()
         most_open = max(most_open, len(bridge.ids) - bridge.num_settled)
-    assert most_open < 5 * tokens.KEPT  # however long the text grows
+    assert most_open <= tokens.KEPT  # however long the text grows
 
 
 @pytest.mark.parametrize(("target", "assistant"), PAIRS)

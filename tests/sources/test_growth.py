@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from transformers.generation import logits_process as hf
 
-from lookahead_hf.sources.assistant.growth import TENTHS, Drawn, Likeliest
+from lookahead_hf.sources.growth import TENTHS, Drawn, Likeliest
 
 VOCAB = 7
 LOGITS = torch.randn(3, 5, VOCAB, generator=torch.Generator().manual_seed(3))

@@ -9,14 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-import lookahead_hf
 from lookahead_hf.drafting.drafter import TargetCall
 from lookahead_hf.rows import Rows
-from lookahead_hf.sources.assistant.drafter import AssistantDrafter
+from lookahead_hf.sources.assistant import AssistantDrafter
 from tests.helpers.architectures import build
 from tests.helpers.drafts import paths, rows_of
 from tests.helpers.models import VOCAB, characters, prompt, tiny
-from tests.helpers.speech import frames, tiny_whisper
 
 TEXTS = [prompt(length=30, seed=row)[0].tolist() for row in range(3)]
 LENGTHS = [5, 9, 2]
@@ -137,26 +135,6 @@ def test_a_recurrent_assistant_is_left_out_by_its_own_name() -> None:
     assert "To speculate" not in str(raised.value)
 
 
-def test_settings_that_nobody_made_are_not_warned_of(recwarn: pytest.WarningsRecorder) -> None:
-    """Whisper's own `generate` fills in transformers' defaults."""
-    model, other = tiny_whisper(), tiny_whisper()
-    call = {"max_new_tokens": 8, "assistant_model": other, "language": None}
-    lookahead_hf.enable_everywhere(default=True)
-    try:
-        model.generate(frames(), **call)
-    finally:
-        lookahead_hf.disable_everywhere()
-    assert not [each for each in recwarn if "is not used" in str(each.message)]
-
-
-def test_generation_settings_that_are_not_served_are_named() -> None:
-    model = tiny("llama")
-    with pytest.warns(UserWarning, match="assistant_confidence_threshold=0.7 is not used.*min_rea"):
-        settings: dict[str, Any] = {"assistant_confidence_threshold": 0.7}
-        AssistantDrafter(model, call=TargetCall(settings=settings))
-    model.generation_config.num_assistant_tokens_schedule = "heuristic"
-    with pytest.warns(UserWarning, match="num_assistant_tokens_schedule='heuristic' is not used"):
-        AssistantDrafter(model)
+def test_a_wrong_generation_setting_is_named() -> None:
     with pytest.raises(ValueError, match="num_assistant_tokens is 0"):
-        model.generation_config.num_assistant_tokens_schedule = "constant"
-        AssistantDrafter(model, call=TargetCall(settings={"num_assistant_tokens": 0}))
+        AssistantDrafter(tiny("llama"), call=TargetCall(settings={"num_assistant_tokens": 0}))

@@ -6,24 +6,28 @@ decide how far to write.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 
 from lookahead_hf import distributed
+from lookahead_hf.call import admission
+from lookahead_hf.call.admission import Purpose
+from lookahead_hf.call.prepared import prompt_call
 from lookahead_hf.config import check_int
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting.drafter import Drafter, TargetCall, Traits
+from lookahead_hf.fallback import Unserved
 from lookahead_hf.model import compat
 from lookahead_hf.rows import Rows
+from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.patched import patched
-from lookahead_hf.sources.assistant.growth import (
+from lookahead_hf.runner.prefill import prefill
+from lookahead_hf.sources.growth import (
     NUM_BUCKETS,
     Drawn,
     Growth,
@@ -31,15 +35,106 @@ from lookahead_hf.sources.assistant.growth import (
     prior_rates,
     tree_of,
 )
-from lookahead_hf.sources.assistant.model import AssistantModel
-from lookahead_hf.sources.assistant.tokens import Bridge, SameTokens, check_sizes, differ
+from lookahead_hf.sources.tokens import Bridge, SameTokens, check_sizes, differ
+
+if TYPE_CHECKING:
+    from lookahead_hf.rows import EncoderInputs
+
+
+class AssistantModel:
+    """A model that has read every row up to some token, and can forget the newest ones."""
+
+    def __init__(
+        self,
+        model: Any,
+        contexts: Sequence[np.ndarray],
+        encoder_inputs: EncoderInputs | None = None,
+    ) -> None:
+        """Read the rows' first tokens, [tokens] int64 each, in one forward; some may have none.
+
+        Raises:
+            ValueError: The model cannot run such rows, or lacks the input of its encoder.
+        """
+        try:
+            self._begin(model, contexts, encoder_inputs)
+        except Unserved as error:
+            name = type(model).__name__
+            raise ValueError(f"{name} cannot be an assistant here: {error.cause}") from error
+
+    def _begin(
+        self, model: Any, contexts: Sequence[np.ndarray], encoder_inputs: EncoderInputs | None
+    ) -> None:
+        admission.admit(model, Purpose.ASSISTANT)
+        ids, attended = _left_padded(contexts)
+        mask = torch.from_numpy(attended).to(model.device)
+        prompt, further = torch.from_numpy(ids).to(model.device), dict[str, Any]()
+        if model.config.is_encoder_decoder:
+            further = _decoder_arguments(model, encoder_inputs)
+        call = prompt_call(model, prompt, mask, **further)
+        admission.admit_call(call)
+        self._rows = Rows(ids, attended)
+        self._runner = Runner(model, len(contexts))
+        with torch.no_grad():
+            prefill(self._runner, call)
+
+    def read(self, row: int) -> np.ndarray:
+        """Return the tokens of a row that were read and kept, [tokens] int64 (a view)."""
+        return self._rows.context(row)
+
+    def forget(self, row: int, num_tokens: int) -> None:
+        """Forget the newest tokens of a row that were kept; the first ones it read stay."""
+        counts = np.zeros(self._rows.num_rows, np.int64)
+        counts[row] = num_tokens
+        assert num_tokens <= self._rows.num_emitted[row]
+        self._rows.num_emitted -= counts
+        self._runner.keep(-counts)
+
+    def read_on(self, chains: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Read each row's next tokens in one forward; return the logits, [rows, width, vocab].
+
+        Place i follows a row's i-th token.
+        """
+        for row, chain in enumerate(chains):
+            if chain:
+                self._rows.emit(row, chain[0])
+        draft = DraftTree.from_chains([chain[1:]] for chain in chains)
+        with torch.no_grad():
+            outputs = self._runner.forward(self._runner.layout(self._rows, draft))
+        for row, chain in enumerate(chains):
+            for token in chain[1:]:
+                self._rows.emit(row, token)
+        self._runner.keep(np.array([len(chain) for chain in chains]))
+        return outputs.logits
+
+
+def _left_padded(contexts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Return token ids and whether they are attended, [rows, longest] each."""
+    width = max(map(len, contexts))
+    ids = np.zeros((len(contexts), width), np.int64)
+    attended = np.zeros((len(contexts), width), bool)
+    for row, context in enumerate(contexts):
+        ids[row, width - len(context) :] = context
+        attended[row, width - len(context) :] = True
+    return ids, attended
+
+
+def _decoder_arguments(model: Any, encoder_inputs: EncoderInputs | None) -> dict[str, Any]:
+    """Return the arguments of a decoder that its encoder gives."""
+    if encoder_inputs is None:
+        raise ValueError("an encoder-decoder model cannot assist a decoder-only model")
+    inputs, mask = encoder_inputs
+    inputs = inputs.to(model.device, model.dtype if inputs.is_floating_point() else None)
+    kwargs: dict[str, Any] = {}
+    if mask is not None:
+        kwargs["attention_mask"] = mask = mask.to(model.device)
+    with torch.no_grad():
+        kwargs["encoder_outputs"] = compat.encoded(model, inputs, mask)
+    return kwargs
+
 
 NUM_DRAFT = 8
 
 MOST_DRAFTED = 64
-
-NOT_SERVED = ("assistant_confidence_threshold", "num_assistant_tokens_schedule")
-"""Settings of generation configs that learned acceptance rates replace."""
 
 
 class AssistantDrafter(Drafter):
@@ -189,24 +284,11 @@ def _check_model(model: Any) -> None:
 
 
 def _num_draft(model: Any, settings: Mapping[str, Any]) -> int:
-    """Return the tokens to write ahead by generation configs; warn of unused settings."""
-    stored = vars(getattr(model, "generation_config", None) or SimpleNamespace())
-
-    def setting(name: str) -> Any:
-        value = settings.get(name)
-        return stored.get(name) if value is None else value
-
-    for name in NOT_SERVED:
-        if setting(name) not in (None, "constant"):
-            warnings.warn(
-                f"{name}={setting(name)!r} is not used: how far the assistant writes ahead is "
-                "decided by how often its drafts are accepted. To bound it, give "
-                '`num_assistant_tokens`, or options={"assistant": {"min_reach": ...}}',
-                UserWarning,
-                stacklevel=3,
-            )
-    asked = setting("num_assistant_tokens")
+    """Return the tokens to write ahead by generation configs."""
+    name, stored = "num_assistant_tokens", getattr(model, "generation_config", None)
+    asked = settings.get(name)
+    asked = getattr(stored, name, None) if asked is None else asked
     if asked is None:
         return NUM_DRAFT
-    check_int("num_assistant_tokens", asked, 1, 2**31)
+    check_int(name, asked, 1, 2**31)
     return min(asked, MOST_DRAFTED)

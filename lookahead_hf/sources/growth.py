@@ -11,7 +11,7 @@ import torch
 from transformers.generation.logits_process import LogitsProcessorList
 
 from lookahead_hf.draft import ROOT, DraftTree, RowDraft
-from lookahead_hf.drafting.topk import BestTokens
+from lookahead_hf.drafting.drafter import BestTokens
 from lookahead_hf.logits.row_processors import SCORES_ONLY
 
 _CLASS_OF_DEPTH = (0, 1, 2, 2, 3)

@@ -1,1 +1,0 @@
-"""An assistant model that drafts."""

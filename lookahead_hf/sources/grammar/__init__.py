@@ -1,1 +1,0 @@
-"""Drafts what a grammar forces, and drops what it forbids."""
