@@ -40,7 +40,6 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from lookahead_hf import kernels
-from lookahead_hf.block import tree_attention
 from lookahead_hf.call import admission, execution
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.engines.cpu.layers import CompiledSteps
@@ -49,6 +48,7 @@ from lookahead_hf.model.compat import GENERATE_CACHE
 from lookahead_hf.model.facts import facts_of
 from lookahead_hf.model.state import state_of
 from lookahead_hf.rows import Rows
+from lookahead_hf.runner import attention
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.outputs import DeviceOutputs
 from lookahead_hf.runner.patched import patched
@@ -120,13 +120,13 @@ def cudnn(enabled: bool) -> Iterator[None]:
 @contextmanager
 def counted() -> Iterator[list[Any]]:
     """Yield a list with an entry for each attention that our kernel has been asked for."""
-    attend, asked = tree_attention.attend, []
+    attend, asked = attention.attend_by_kernel, []
 
     def noting(*given: Any) -> torch.Tensor:
         asked.append(given[0].lengths.shape)
         return attend(*given)
 
-    with patch.object(tree_attention, "attend", noting):
+    with patch.object(attention, "attend_by_kernel", noting):
         yield asked
 
 

@@ -193,4 +193,5 @@ _SETTINGS: tuple[tuple[Callable[[Any], bool], FallbackReason, str], ...] = (
         "cache_implementation",
     ),
     (bool, FallbackReason.TOKEN_HEALING, "token_healing"),
+    (bool, FallbackReason.ARGUMENT, "output_attentions"),
 )

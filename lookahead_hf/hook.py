@@ -22,7 +22,7 @@ from lookahead_hf.model import compat
 from lookahead_hf.model.state import state_of
 from lookahead_hf.ngram_pool import compilation
 from lookahead_hf.ngram_pool.compilation import Functions
-from lookahead_hf.runner.engines import groups_of
+from lookahead_hf.runner.host import groups_of
 from lookahead_hf.utils import unwrap
 
 _Model = TypeVar("_Model")

@@ -59,7 +59,6 @@ class SpeculativeStats:
             compiled.
         num_moved: Accepted tokens that were moved in the cache, to where rejected nodes had been.
         accepted_histogram: At index k, the number of row steps that accepted k draft tokens.
-        max_width: Most nodes side by side in a row's draft; 1 where all drafts were chains.
         per_source: What each source contributed, by name.
         prefill_ms: Time of the prefill.
         draft_ms: Time spent drafting and learning.
@@ -89,7 +88,6 @@ class SpeculativeStats:
     num_undrafted: int = 0
     num_moved: int = 0
     accepted_histogram: tuple[int, ...] = ()
-    max_width: int = 0
     per_source: Mapping[str, SourceStats] = field(default_factory=dict)
     prefill_ms: float = 0.0
     draft_ms: float = 0.0
@@ -233,7 +231,6 @@ def _listed(first: str | None, second: str | None) -> str | None:
 
 _JOINED: dict[str, Callable[[Any, Any], Any]] = {
     "accepted_histogram": lambda a, b: tuple(map(sum, zip_longest(a, b, fillvalue=0))),
-    "max_width": max,
     "per_source": _by_key,
     "budget_histogram": _by_key,
     "engine": _listed,

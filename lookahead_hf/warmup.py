@@ -19,12 +19,10 @@ from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting.costs import SIZES
 from lookahead_hf.drafting.memory import memory_of, placement
 from lookahead_hf.fallback import FallbackReason, Unserved
-from lookahead_hf.model import compat, limits
+from lookahead_hf.model import compat
 from lookahead_hf.ngram_pool import compilation
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner import engines
-from lookahead_hf.runner.engines import StepOptions
-from lookahead_hf.runner.host import Runner
+from lookahead_hf.runner.host import Runner, StepOptions, choose, groups_of
 from lookahead_hf.runner.outputs import DeviceOutputs, Scores
 from lookahead_hf.runner.patched import patched
 from lookahead_hf.runner.prefill import start
@@ -103,7 +101,7 @@ def _warm_up(
     is_empty = {each.device.type for each in model.parameters()} == {"meta"}
     if is_empty and not any(map(compat.is_offloaded, model.modules())):
         raise ValueError("the model is on the device 'meta', without weights: load them first")
-    groups = engines.groups_of(model) if compiled else [compilation.drafting]
+    groups = groups_of(model) if compiled else [compilation.drafting]
     for each in groups:
         if not each.is_available():  # what has failed is tried again
             each.retry()
@@ -118,7 +116,7 @@ def _warm_up(
         return  # its calls will run plain generate
     if model.config.is_encoder_decoder:
         return  # its calls learn what its steps cost
-    room = limits.most_positions(model)
+    room = compat.most_positions(model)
     if room is not None:
         max_draft_nodes = min(max_draft_nodes, room // 2)
         context_length = max(1, min(context_length, room - 1 - max_draft_nodes))
@@ -147,7 +145,7 @@ def _runner(
         compiled_layers=compiled,
         scoring=_unaltered if do_sample else None,
     )
-    return engines.choose(select.engine_of(model.device), options)
+    return choose(select.engine_of(model.device), options)
 
 
 def _unaltered(rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Scores:

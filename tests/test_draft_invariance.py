@@ -35,7 +35,7 @@ def test_every_block_has_one_shape_and_drafts_are_chains() -> None:
     expected = {(2, INVARIANT_WIDTH, 2, 1, INVARIANT_WIDTH, 12 + 24 + INVARIANT_WIDTH)}
     for fields in ({"budget": 0}, {"drafters": trees.drafters, "budget": 64}):
         assert shapes_of(model, SpeculativeConfig(draft_invariant=True, **fields)) == expected
-    assert speculated(model).max_width == 1
+    assert speculated(model).num_moved == 0
     assert len(shapes_of(model, trees)) > 1
 
 

@@ -18,14 +18,13 @@ from lookahead_hf.draft import DraftTree
 from lookahead_hf.rows import Rows
 from tests.helpers.caches import CACHE
 from tests.helpers.calls import padded
-from tests.helpers.compared import ALL, assert_close, compared, left_to_plain, speculated
+from tests.helpers.compared import ALL, assert_close, compared, speculated
 from tests.helpers.models import pair, prompt, tiny, unsure
 from tests.helpers.scripted import Scripted, empty, right
 
 GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0}
-SEEN = ("decoder_hidden_states", "decoder_attentions", "cross_attentions")
-OF_ENCODER = ("encoder_hidden_states", "encoder_attentions")
+STATES = ("decoder_hidden_states", "encoder_hidden_states")
 
 
 def call(rows: int, **settings: Any) -> dict[str, Any]:
@@ -66,13 +65,8 @@ def test_a_pair_of_two_models_writes_plains_text(
     make = picture_call if reads == "vit" else call
     both = compared(pair(decoder, reads, "eager", **own), lambda: make(3, **given), 4)
     assert both.stats.num_moved > 0
-    for field in (*SEEN, *OF_ENCODER, "logits"):
+    for field in (*STATES, "logits"):
         assert_close(both.ours[field], both.plain[field])
-
-
-def test_prompts_that_an_attention_adds_are_left_to_plain() -> None:
-    model = tiny("mvp", use_prompt=True, prompt_length=6)
-    left_to_plain(model, lambda: call(1, **GREEDY), "prompts that its attention adds")
 
 
 @pytest.mark.filterwarnings("ignore:You are calling .generate:UserWarning")  # older versions
@@ -104,22 +98,6 @@ def test_a_decoder_prompt_with_pads(name: str) -> None:
     returned = {"return_dict_in_generate": True, "output_scores": True}
     both = compared(tiny(name), lambda: call(3, **SAMPLED, **given, **returned), 4)
     assert_close(both.ours.scores, both.plain.scores)
-
-
-@pytest.mark.parametrize(
-    ("name", "attn", "rows"),
-    [("t5", "eager", 1), ("bart", "eager", 3), ("bart", "sdpa", 3), ("longt5", "eager", 3)],
-)
-def test_states_and_attentions_of_every_token(name: str, attn: str, rows: int) -> None:
-    ends = {**SAMPLED, "eos_token_id": [3, 4, 5, 6]}
-    both = compared(tiny(name, attn), lambda: call(rows, **ends, **ALL), 1)
-    assert type(both.ours) is type(both.plain)
-    assert both.ours.keys() == both.plain.keys()
-    for field in (*SEEN, *OF_ENCODER, "scores", "logits"):
-        assert_close(both.ours[field], both.plain[field])
-    caches = [each[CACHE].self_attention_cache for each in (both.ours, both.plain)]
-    assert_close(*([(layer.keys, layer.values) for layer in cache.layers] for cache in caches))
-    assert len(both.ours.cross_attentions) == both.ours.sequences.shape[1] - 1
 
 
 def test_a_cache_of_the_callers_comes_back_filled() -> None:

@@ -75,12 +75,6 @@ def assert_near_ties(
     assert min(accepted.values()) > 0
 
 
-@pytest.mark.slow
-def test_some_greedy_texts(loaded: tuple[Any, Any]) -> None:
-    prompts, modes = texts(per_family=1, longest=400)[:3], ["compiled", "invariant, compiled"]
-    assert_near_ties(loaded, prompts, 3, modes, do_sample=False, max_new_tokens=24)
-
-
 def test_a_sampled_text(loaded: tuple[Any, Any]) -> None:
     prompts = texts(per_family=1, longest=400)[3:4]
     assert_near_ties(loaded, prompts, 1, ["compiled"], **SAMPLED, max_new_tokens=24)

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,9 +25,8 @@ from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.model.state import state_of
 from lookahead_hf.rows import Rows
 from tests.helpers.compared import served
-from tests.helpers.device import TapeRecorder
 from tests.helpers.models import prompt, tiny
-from tests.helpers.requests import DRAFTED, WAIT, prompts, running, settings
+from tests.helpers.requests import WAIT, prompts, running, settings
 from tests.helpers.scripted import chain
 
 GENERATORS = "lookahead_hf.verification.rng._taken"
@@ -179,26 +178,6 @@ def test_a_call(calls: Calls, compiled: bool) -> None:
     lookahead_hf.warm_up(model, context_length=20, max_draft_nodes=4)
     kinds = {"processor", "criterion", "prefix", "streamer", "propose", "on_stats"}
     assert kinds <= calls.counts.keys()
-
-
-def test_hooks_of_a_model(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lookahead_hf.model.self_test.TRIED", frozenset())
-    model = watched_model()
-    model.model.layers[1].register_forward_hook(calls.noting("hook"))
-    for rows in (1, 2):
-        model.generate(prompt(rows), max_new_tokens=8, pad_token_id=0, speculative=DRAFTED)
-        served(model)
-    lookahead_hf.warm_up(model, context_length=20, max_draft_nodes=4)
-    assert calls.counts["hook"] > 20
-
-
-def test_a_call_whose_steps_are_captured(calls: Calls, made: list[TapeRecorder]) -> None:
-    model = watched_model()
-    config = replace(DRAFTED, cuda_graphs=True, drafters=(Proposing(calls),))
-    given = {"max_new_tokens": 12, "pad_token_id": 0, "streamer": Hearing(calls)}
-    model.generate(prompt(), **given, **callers(calls), speculative=config)
-    assert any(each.recordings for each in made)
-    assert {"processor", "criterion", "prefix", "streamer", "propose"} <= calls.counts.keys()
 
 
 def test_requests(calls: Calls) -> None:

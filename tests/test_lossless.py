@@ -12,5 +12,5 @@ from tests.helpers.models import NAMES, tiny
 @pytest.mark.parametrize("name", NAMES)
 def test_an_architecture_writes_plains_text(name: str, attn: str, kind: str) -> None:
     stats = compare(tiny(name, attn), padded(kind), **GREEDY)
-    assert stats.num_moved > 0 and stats.max_width > 1
+    assert stats.num_moved > 0
     assert len({row.row_steps for row in stats.row_stats}) > 1

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from tests import models_table
-from tests.helpers.recurrent import OTHERS
-from tests.helpers.recurrent import QUICK as COMMON
 
 QUICK = ("falcon", "gemma2", "git", "jetmoe", "roberta")
 """Decoders of text that the quick tests include, each for another reason."""
@@ -34,10 +30,4 @@ def test_no_type_writes_another_text() -> None:
     text = models_table.PAGE.read_text(encoding="utf-8")
     assert models_table.WRONG not in text
     assert all(f"\n## {section}\n" in text for section in models_table.SECTIONS)
-
-
-def test_the_page_has_every_type_with_recurrent_states() -> None:
-    text = models_table.PAGE.read_text(encoding="utf-8").partition("\n## Recurrent states\n")[2]
-    rows = dict(re.findall(r"^\| `(\w+)` \| (\S+) \|", text, re.MULTILINE))
-    assert [*rows] == sorted((*COMMON, *OTHERS))
-    assert all(float(gap) < 1e-3 for gap in rows.values())
+    assert text.endswith(models_table.RECURRENT)

@@ -1,4 +1,4 @@
-"""An engine from outside of the package, by the contract of `runner.engines`."""
+"""An engine from outside of the package, by the contract of `runner.host`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import lookahead_hf
 from lookahead_hf import SpeculativeStats
 from lookahead_hf.call import optional
 from lookahead_hf.call.execution import NO_ENGINE
-from lookahead_hf.runner.engines import StepOptions
-from lookahead_hf.runner.host import Runner
+from lookahead_hf.runner.host import Runner, StepOptions
 from tests.helpers.models import prompt, tiny
 
 

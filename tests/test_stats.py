@@ -72,7 +72,7 @@ def test_counts() -> None:
     assert stats.accepted_histogram == (2, 1, 1)
     assert stats.budget_histogram == {0: 1, 1: 1, 3: 1}
     assert stats.per_source == {"ngram": SourceStats(5, 3, 2)}
-    assert (stats.num_moved, stats.max_width, stats.engine) == (1, 2, "walk")
+    assert (stats.num_moved, stats.engine) == (1, "walk")
     assert stats.fallback_reason is None
     assert stats.tokens_per_step == (9 - 2) / 4
     assert stats.acceptance_rate == 3 / 6
@@ -84,7 +84,6 @@ def test_plain_decoding_is_one_token_per_step_in_any_batch() -> None:
         recorder.observe(DraftTree.empty(3), verdict(live))  # type: ignore[arg-type]
     stats = finished(recorder, [4, 2, 3])
     assert stats.tokens_per_step == 1.0
-    assert stats.max_width == 0
 
 
 def test_to_dict_is_json() -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from lookahead_hf import kernels
 from lookahead_hf.model import compat
 
 _OF_SHAPE = frozenset(
@@ -131,6 +132,11 @@ def mask_kinds(model: Any) -> list[MaskKind]:
     return [MaskKind(name, **limits[name]) for name in names]
 
 
+def kernel_serves(device: torch.device, width: int) -> bool:
+    """Return whether our kernel may attend blocks of this width on this device."""
+    return kernels.backend(device) == "triton" and width <= kernels.MAX_ATTENTION_NODES
+
+
 def is_read(mask: torch.Tensor | None) -> bool:
     """Return whether a mask exists: a lazy one does if somebody read it."""
     return mask is not None and (not isinstance(mask, LazyMask) or mask.made is not None)
@@ -159,25 +165,6 @@ class Held(NamedTuple):
     group: Any = None
 
 
-class Columns(NamedTuple):
-    """Columns of a block's tokens and of the slots that they see.
-
-    Attributes:
-        query: Columns of the tokens, [rows, width].
-        key: Columns of the slots, [rows, slots].
-        order: Attended tokens before each slot's, [rows, slots].
-    """
-
-    query: torch.Tensor
-    key: torch.Tensor
-    order: torch.Tensor
-
-    @property
-    def distance(self) -> torch.Tensor:
-        """Columns from every slot to every token, at least 0, [rows, width, slots]."""
-        return (self.query[:, :, None] - self.key[:, None, :]).clamp(min=0)
-
-
 @dataclass(eq=False)
 class Block:
     """The tokens of rows behind what these have in the cache, `width` per row.
@@ -191,8 +178,8 @@ class Block:
         pads: Columns of the prompt that a row does not attend, [rows] int64.
         held: What the layers hold, by the name of their masks' kind.
         dtype: That of additive masks.
-        counted: If `columns` is asked for: depth of each token in its tree, [rows, width], and
-            columns of the tokens in the slots, [rows, slots], int64.
+        slot_columns: Columns of the tokens in the slots, [rows, slots] int64, for a model that
+            derives positions from its cache; else None.
         given_words: `words`, if they are known already.
         for_kernel: Whether our attention kernel may serve the block.
         by_length: Whether that kernel divides a row's tokens among programs, not its
@@ -206,7 +193,7 @@ class Block:
     pads: torch.Tensor
     held: Mapping[str, Held]
     dtype: torch.dtype
-    counted: tuple[torch.Tensor, torch.Tensor] | None = None
+    slot_columns: torch.Tensor | None = None
     given_words: torch.Tensor | None = None
     for_kernel: bool = False
     by_length: bool = True
@@ -275,15 +262,12 @@ class Block:
         return torch.from_numpy(ancestors(self.parents)).to(self.query.device)
 
     @cached_property
-    def columns(self) -> Columns | None:
-        """Columns of tokens and slots, for a model that derives positions from its cache."""
-        if self.counted is None:
-            return None
-        depth, columns = self.counted
-        held = next(iter(self.held.values()))  # of several only where the slots' are not asked for
-        before = torch.arange(held.visible, device=depth.device).expand_as(columns)
-        order = self._with_block(held, before, held.lengths[:, None] + depth)
-        return Columns(self.query, self._with_block(held, columns, self.query), order)
+    def distance(self) -> torch.Tensor:
+        """Columns from every slot to every token, at least 0, [rows, width, slots]."""
+        assert self.slot_columns is not None
+        held = next(iter(self.held.values()))
+        key = self._with_block(held, self.slot_columns, self.query)
+        return (self.query[:, :, None] - key[:, None, :]).clamp(min=0)
 
     def additive(self, name: str) -> torch.Tensor:
         """Return the mask of a kind, [rows, 1, width, visible]: 0, the lowest number if unseen.

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lookahead_hf.block import tree_attention
-from lookahead_hf.block.block import Block, Held, MaskKind
-from lookahead_hf.block.flat import FlatBlock, Run, runs_of
+from lookahead_hf.block.block import Block, Held, MaskKind, kernel_serves
+from lookahead_hf.block.packed import PackedBlock, Run, runs_of
 from lookahead_hf.cache.slots import ColumnCache
 from lookahead_hf.draft import DraftTree, place_in_row
 from lookahead_hf.kernels import MAX_ATTENTION_NODES
@@ -21,9 +20,8 @@ from lookahead_hf.model.facts import facts_of
 
 def widened(passed: dict[str, Any], width: int) -> dict[str, Any]:
     """Widen arguments that every step passes on to `width` tokens per row."""
-    types = {name: passed[name] for name in compat.TOKEN_TYPES if name in passed}
-    wide = {name: t.expand(-1, width, *t.shape[2:]) for name, t in types.items()}
-    return {**passed, **wide}
+    types = {name: passed[name] for name in passed.keys() & compat.TOKEN_TYPES}
+    return passed | {name: t.expand(-1, width, *t.shape[2:]) for name, t in types.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +31,13 @@ class BlockShape:
     Attributes:
         width: Tokens per row; drafts are padded to it.
         capacity: Slots behind the longest prompt.
-        by_kernel: Whether our kernel does all attention, even where torch is faster.
     """
 
     width: int
     capacity: int
-    by_kernel: bool = False
 
 
-Inputs = tuple[dict[str, Any], Block | FlatBlock]
+Inputs = tuple[dict[str, Any], Block | PackedBlock]
 """The arguments of the model's forward on a block, and what the tokens of the block see."""
 
 
@@ -72,15 +68,23 @@ class BlockLayout:
     def __init__(self, model: Any, begin: PromptState, lazy: bool = False) -> None:
         """`lazy`: whether layers may run without reading their masks."""
         self._dtype, self._cache, self._kinds = model.dtype, begin.cache, begin.kinds
-        self._passed, self._prompt_positions = begin.passed, begin.prompt_positions
         self._next_position, self._device = begin.next_position, begin.next_position.device
-        self._names, self._mask_dict = begin.names, compat.takes_mask_dict(model)
+        self._mask_dict = compat.takes_mask_dict(model)
+        self._names = names = begin.names
+        self._prompt_positions = begin.prompt_positions
+        self._passed = {
+            **begin.passed,
+            names.mask: None,
+            names.cache: begin.cache.for_model,
+            "use_cache": True,
+        }
         self._takes_kept = "logits_to_keep" in compat.forward_arguments(model)
         facts = facts_of(model)
         self._needs_columns, self._has_states = facts.needs_columns, bool(facts.mixers)
         self._pads = self._on_device(begin.cache.pads)
         self._uncounted = self._pads[:, None] if self._names.skips_pads else 0
-        self._has_kernel, self._lazy = tree_attention.serves(self._device, 1), lazy
+        self._most_by_kernel = MAX_ATTENTION_NODES if kernel_serves(self._device, 1) else 0
+        self._lazy = lazy
 
     def block(self, fields: np.ndarray, ahead: np.ndarray) -> Inputs:
         """Place a block behind what each row has in the cache.
@@ -93,27 +97,22 @@ class BlockLayout:
         width, slots = tokens.shape[1], self._cache.slots
         slots.place(width)
         offsets = self._on_device(ahead[:, None] + depths)
-        inputs: dict[str, Any] = {
-            **widened(self._passed, width),
-            self._names.ids: self._on_device(tokens),
-            self._names.mask: None,
-            self._names.cache: self._cache.for_model,
-            "use_cache": True,
-        }
+        inputs = widened(self._passed, width)
+        inputs[self._names.ids] = self._on_device(tokens)
         if self._names.positions is not None:
             inputs[self._names.positions] = self._next_position + offsets
         query = self._cache.num_columns + offsets
         if self._needs_columns and self._names.columns is not None:
             inputs[self._names.columns] = query - self._uncounted
         held = {kind.name: self._held(kind, kind.is_limited) for kind in self._kinds}
-        counted = None
+        of_slots = None
         if self._needs_columns:
-            of_slots = self._cache.token_columns(slots.groups[self._kinds[0].name])
-            counted = self._on_device(depths), self._on_device(of_slots)
+            group = slots.groups[self._kinds[0].name]
+            of_slots = self._on_device(self._cache.token_columns(group))
         has_fixed_shape = slots.extent.shown is not None
         block = Block(
-            *(parents, query, self._pads, held, self._dtype, counted),
-            for_kernel=self._has_kernel and width <= MAX_ATTENTION_NODES,
+            *(parents, query, self._pads, held, self._dtype, of_slots),
+            for_kernel=width <= self._most_by_kernel,
             by_length=not has_fixed_shape,
         )
         is_causal = width == 1 and not has_fixed_shape
@@ -125,7 +124,7 @@ class BlockLayout:
         return inputs, block
 
     def flat(self, fed: Sequence[np.ndarray], draft: DraftTree) -> Inputs:
-        """Place the tokens of a flat block, [1, tokens], behind those that rows have in the cache.
+        """Place the tokens of a packed block, [1, tokens], behind those that the cache has.
 
         Rows may read prompts and decode side by side: a row that reads has n tokens of its prompt
         in `fed` and no draft; a row that decodes has its last token in `fed` and a tree in the
@@ -162,7 +161,7 @@ class BlockLayout:
         else:
             kept = read
         blocks = [self._of_run(run, parents, columns) for run in runs]
-        flat = FlatBlock(
+        flat = PackedBlock(
             [*zip(runs, blocks, strict=True)],
             {kind.name: torch.zeros(1, 1, 1, 1) for kind in self._kinds},
             places,
@@ -174,8 +173,6 @@ class BlockLayout:
             self._names.ids: torch.from_numpy(tokens)[None],
             self._names.mask: flat.masks if self._mask_dict else next(iter(flat.masks.values())),
             self._names.positions: torch.from_numpy(self._positions(row, columns))[None],
-            self._names.cache: self._cache.for_model,
-            "use_cache": True,
         }
         if kept is not None:
             inputs["logits_to_keep"] = torch.from_numpy(kept)
@@ -222,7 +219,7 @@ class BlockLayout:
             kind: The kind.
             is_limited: Whether a token may not see all of it.
             rows: The rows.
-            counts: Tokens of each of these rows in a flat block.
+            counts: Tokens of each of these rows in a packed block.
         """
         group = self._cache.slots.groups[kind.name]
         lengths = group.lengths[rows]
@@ -230,15 +227,9 @@ class BlockLayout:
         columns = None
         if is_limited:
             columns = self._on_device(self._cache.token_columns(group, visible)[rows])
-        return Held(
-            kind,
-            self._on_device(lengths),
-            visible,
-            self._on_device((self._cache.pads + group.dropped)[rows]),
-            columns,
-            bool((lengths == lengths[0]).all()),
-            group,
-        )
+        offsets = self._on_device((self._cache.pads + group.dropped)[rows])
+        is_even = bool((lengths == lengths[0]).all())
+        return Held(kind, self._on_device(lengths), visible, offsets, columns, is_even, group)
 
     def _on_device(self, numbers: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(numbers).to(self._device)

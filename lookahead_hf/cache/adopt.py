@@ -1,4 +1,4 @@
-"""Moves a cache of transformers into slots, and back as plain `generate` leaves it."""
+"""Moves caches of transformers into slots and back, and prompts into rows of a queue."""
 
 from __future__ import annotations
 
@@ -9,13 +9,8 @@ import numpy as np
 import torch
 
 from lookahead_hf.cache import hf_layers
-from lookahead_hf.cache.slots import ColumnCache, SlotGroup, SlotLayer
+from lookahead_hf.cache.slots import ColumnCache, SlotCache, SlotGroup, SlotLayer
 from lookahead_hf.model.compat import Cache, is_users_cache, self_attention, with_self_attention
-
-MOST_COPIES = 8
-"""Most rows that are copied one by one; of more rows all tokens are copied at once."""
-
-_Part = tuple[slice, slice, np.ndarray]
 
 
 class AdoptedCache(ColumnCache):
@@ -58,7 +53,7 @@ class AdoptedCache(ColumnCache):
         super().__init__(num_rows, int(held))
         self.original, self._text = original, self_attention(original)
         self._is_fed = is_fed
-        self._known: dict[Any, tuple[list[_Part], dict[torch.device, Any]]] = {}
+        self._known: dict[Any, Any] = {}
         self.slots.lengths[:] = self.num_columns
         # Where the caller sees the cache and may attend a row's pads later: the rows, the columns
         # and the content of all pads, by the id of a layer.
@@ -133,78 +128,32 @@ class AdoptedCache(ColumnCache):
         rows, heads, count, dim = states.shape
         store = states.new_zeros(rows, group.roomy(group.longest), heads, dim)
         first = self.num_columns - count  # a layer with a window has dropped the columns before
-        parts, known = self._parts(group.dropped, first, self.num_columns)
-        if len(parts) > MOST_COPIES:
-            row, slot, column = _places(parts, first, states.device, known)
-            store[row, slot] = states.transpose(1, 2)[row, column]
-            return store
-        for of, slots, columns in parts:
-            index = _index(columns - first, states.device)
-            store[of, slots].copy_(states[of][:, :, index].transpose(1, 2))
+        row, slot, column = self._places(group.dropped, first, self.num_columns, states.device)
+        store[row, slot] = states.transpose(1, 2)[row, column]
         return store
 
-    def _parts(
-        self, dropped: np.ndarray, first: int, last: int
-    ) -> tuple[list[_Part], dict[torch.device, Any]]:
-        """Return the rows, slots and columns of the tokens in columns `first` to `last` of a layer.
+    def _places(self, dropped: np.ndarray, first: int, last: int, device: Any) -> Any:
+        """Return row, slot and column less `first` of the tokens in columns `first` to `last`.
 
-        All layers of a group have the same. `dropped`, [rows], counts the tokens before the first
-        slot. The dict is a cache for `_places`.
+        They are slices where all rows are alike, and the same for all layers of a group. `dropped`,
+        [rows], counts the tokens before the first slot.
         """
-        asked = first, last, dropped.tobytes()
+        asked = first, last, dropped.tobytes(), device
         if asked in self._known:
             return self._known[asked]
-        counts, parts = dropped.tolist(), []
-        alike = self.columns is None and len(set(counts)) == 1
-        for row, gone in enumerate(counts[:1] if alike else counts):
-            tokens = np.arange(last - self.pads[row])
-            columns = self.columns_of(np.full_like(tokens, row), tokens)
-            token = max(int(np.searchsorted(columns, first)), gone)
-            of = slice(None) if alike else slice(row, row + 1)
-            parts.append((of, slice(token - gone, len(columns) - gone), columns[token:]))
-        found: tuple[list[_Part], dict[torch.device, Any]] = parts, {}
-        self._known[asked] = found
-        return found
-
-    def seen_slots(
-        self, row: int, kept: list[int], num_layers: int
-    ) -> list[list[torch.Tensor | None]]:
-        """Return the slots that tokens of a row in the latest block see, by token and layer.
-
-        `kept` are the places of these tokens in the block, root first; the lengths count them
-        already. Slots are in the order of the columns of plain's cache, -1 for pads. They are those
-        of `num_layers` layers that attend, None for a layer that attends to something else.
-        """
-        length = int(self.slots.lengths[row]) - len(kept)  # where the block begins
-        prompt, first = np.arange(self.num_columns), self.num_columns - int(self.pads[row])
-        if self.columns is not None:
-            prompt = np.full(self.num_columns, -1)
-            prompt[self.columns[row, :first]] = np.arange(first)
-        tokens = np.concatenate([prompt, np.arange(first, length), length + np.array(kept)])
-        views, out = self._views(row, num_layers), []
-        for end in range(len(tokens) - len(kept) + 1, len(tokens) + 1):
-            shown = {view: _slots(tokens[:end], *view) for view in set(views) if view is not None}
-            out.append([None if view is None else shown[view] for view in views])
-        return out
-
-    def _views(self, row: int, num_layers: int) -> list[tuple[int | None, int] | None]:
-        """Return the window in plain's cache of layers that attend, and what the row has dropped.
-
-        Where the forward shows fewer layers than the cache has, those without K and V of the text
-        are left out. Other layers without them share those of an earlier layer with their mask.
-        """
-        views: list[tuple[int | None, int] | None] = []
-        own: dict[str | None, tuple[int | None, int]] = {}  # of each mask the latest
-        layers = [*zip(self._text.layers, self.slots.layers, strict=True)]
-        for index in range(max(num_layers, len(layers))):
-            mask = self._masks[min(index, len(self._masks) - 1)]
-            layer, ours = layers[index] if index < len(layers) else (None, None)
-            if isinstance(ours, SlotLayer):
-                own[mask] = hf_layers.window(layer), int(ours.group.dropped[row])
-            elif num_layers < len(layers):
-                continue
-            views.append(own.get(mask))
-        return views
+        gone = int(dropped[0])
+        if self.columns is None and (dropped == gone).all():
+            begin = max(first, gone)
+            slots, columns = slice(begin - gone, last - gone), slice(begin - first, last - first)
+            self._known[asked] = slice(None), slots, columns
+            return self._known[asked]
+        row, token = np.indices((len(dropped), last))
+        column = self.columns_of(row, token)
+        held = (token >= dropped[:, None]) & (column >= first) & (column < last)
+        slot = token - dropped[:, None]
+        found = np.stack([row[held], slot[held], column[held] - first])
+        self._known[asked] = torch.from_numpy(found).to(device).unbind(0)
+        return self._known[asked]
 
     def hand_back(self, num_columns: int) -> Cache:
         """Fill the original's own layers with the first `num_columns` columns, and return it.
@@ -236,38 +185,64 @@ class AdoptedCache(ColumnCache):
     ) -> torch.Tensor:
         """Turn [rows, slots, kv_heads, dim] into [rows, kv_heads, last - first, dim]."""
         out = store.new_zeros(store.shape[0], store.shape[2], last - first, store.shape[3])
-        parts, known = self._parts(dropped, first, last)
-        if len(parts) > MOST_COPIES:
-            row, slot, column = _places(parts, first, store.device, known)
-            out.transpose(1, 2)[row, column] = store[row, slot]
-            return out
-        for of, slots, columns in parts:
-            index = _index(columns - first, store.device)
-            out[of][:, :, index] = store[of, slots].transpose(1, 2)
+        row, slot, column = self._places(dropped, first, last, store.device)
+        out.transpose(1, 2)[row, column] = store[row, slot]
         return out
 
 
-def _places(
-    parts: list[_Part], first: int, device: torch.device, known: dict[torch.device, Any]
-) -> Any:
-    """Return row, slot and column less `first` of every token in parts, kept in `known`."""
-    if device not in known:
-        counts = [len(columns) for _, _, columns in parts]
-        row = np.repeat([of.start for of, _, _ in parts], counts)
-        slot = np.concatenate([np.arange(slots.start, slots.stop) for _, slots, _ in parts])
-        column = np.concatenate([columns for _, _, columns in parts]) - first
-        known[device] = torch.from_numpy(np.stack([row, slot, column])).to(device).unbind(0)
-    return known[device]
+class TextCache(ColumnCache):
+    """Slots for unpadded texts that come and go."""
 
+    def take(self, row: int, prompt: SlotCache) -> None:
+        """Copy a prompt's K and V, from a cache of the prompt alone, into a free row."""
+        for ours, theirs in zip(self.slots.each_group(), prompt.each_group(), strict=True):
+            held = int(theirs.lengths[0])
+            ours.reserve(held)
+            for store, states in zip(ours.stores, theirs.stores, strict=True):
+                store[row, :held].copy_(states[0, :held])
+        self._set(row, int(prompt.lengths[0]), [int(g.dropped[0]) for g in prompt.each_group()])
 
-def _index(places: np.ndarray, device: torch.device) -> slice | torch.Tensor:
-    """Return ascending places as an index, a slice if possible, which saves a copy."""
-    if len(places) and int(places[-1] - places[0]) + 1 == len(places):
-        return slice(int(places[0]), int(places[-1]) + 1)
-    return torch.from_numpy(places).to(device)
+    def holds(self, row: int, length: int) -> bool:
+        """Return whether a row still holds what the token after its first `length` tokens sees."""
+        return all(
+            group.window is None or group.dropped[row] <= max(0, length - group.window)
+            for group in self.slots.each_group()
+        )
 
+    def share(self, row: int, source: int, length: int) -> None:
+        """Copy the first `length` tokens of a source to a row; cut a row that is its own source."""
+        for group in self.slots.each_group() if row != source else ():
+            held = length - int(group.dropped[source])
+            for store in group.stores:
+                store[row, :held].copy_(store[source, :held])
+        self._set(row, length, [int(group.dropped[source]) for group in self.slots.each_group()])
 
-def _slots(tokens: np.ndarray, window: int | None, dropped: int) -> torch.Tensor:
-    """Return the slots of a row's tokens within a window, -1 for pads."""
-    newest = tokens if window is None else tokens[-window - 1 :]
-    return torch.from_numpy(np.where(newest < 0, -1, newest - dropped))
+    def free(self, row: int) -> None:
+        """Empty a row."""
+        self._set(row, 0, [0] * len(self.slots.each_group()))
+
+    def _set(self, row: int, length: int, dropped: list[int]) -> None:
+        self.slots.lengths[row] = length
+        for group, count in zip(self.slots.each_group(), dropped, strict=True):
+            if group.dropped[row] != count:  # another array tells the device of it
+                group.dropped = group.dropped.copy()
+                group.dropped[row] = count
+                for layer in group.layers:
+                    layer.dropped = group.dropped
+
+    def build_like(self, prompt: SlotCache) -> None:
+        """Make groups and layers like those of a prompt's cache, with rows of zeros."""
+        names: dict[SlotGroup, str] = {}
+        built: dict[SlotGroup, SlotGroup] = {}
+        for name, group in prompt.groups.items():
+            if group not in built:
+                built[group] = SlotGroup(self.slots.extent, group.window, group.num_kept)
+            names.setdefault(group, name)
+            self.slots.groups[name] = built[group]
+        for layer in prompt.layers:
+            if isinstance(layer, SlotLayer):
+                stores = layer.stores.k_store, layer.stores.v_store
+                zeros = (each.new_zeros(len(self.pads), *each.shape[1:]) for each in stores)
+                self.slots.add(names[layer.group], *zeros)
+            else:
+                self.slots.add_other(layer)

@@ -2,16 +2,91 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from lookahead_hf.cache.storage import Extent, Stores
 from lookahead_hf.draft import place_in_row
 from lookahead_hf.kernels import PathTable, compact_on_host
 from lookahead_hf.model.compat import HYBRID_LAYERS, Cache, DynamicLayer, EmptyLayer, StateLayer
+
+
+@dataclass(eq=False)
+class Extent:
+    """The slots of every row that are in use, and those that the attention reads.
+
+    Attributes:
+        lengths: Tokens of each row that are kept, [rows] int64.
+        shown: Slots that the attention sees in every forward, None for those in use.
+        starts: Lengths after the prompt, [rows], if all rows may be handed back where the slowest
+            one is, so that each must keep what that row sees; else None.
+    """
+
+    lengths: np.ndarray
+    shown: int | None = None
+    starts: np.ndarray | None = None
+
+    @property
+    def longest(self) -> int:
+        """Length of the longest row."""
+        return int(self.lengths.max())
+
+    @property
+    def lead(self) -> np.ndarray | int:
+        """Tokens that each row keeps beyond its window, [rows] int64."""
+        if self.starts is None:
+            return 0
+        fed = self.lengths - self.starts
+        return fed - int(fed.min())
+
+
+@dataclass(eq=False)
+class Stores:
+    """K and V of a layer, [rows, slots, kv_heads, head_dim] each; head sizes may differ.
+
+    `dropped`, [rows] int64, counts the tokens of each row that came before its first slot.
+    """
+
+    k_store: torch.Tensor
+    v_store: torch.Tensor
+    dropped: np.ndarray
+
+    def shape(self, capacity: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Make room for K and V with heads like those of states, [any, kv_heads, any, dim] each."""
+        for name, states in (("k_store", keys), ("v_store", values)):
+            _, heads, _, dim = states.shape
+            rows, dtype = self.k_store.shape[0], torch.promote_types(keys.dtype, states.dtype)
+            vars(self)[name] = states.new_zeros(rows, capacity, heads, dim, dtype=dtype)
+
+    def grow(self, capacity: int) -> None:
+        """Make room for `capacity` slots, first in K, then in V, to hold only one extra copy."""
+        self.k_store = _grown(self.k_store, capacity)
+        self.v_store = _grown(self.v_store, capacity)
+
+    def drop(self, counts: np.ndarray) -> None:  # [rows]
+        """Drop the oldest tokens of every row and move the others to the front.
+
+        K, V and `dropped` are replaced together, so that an interrupt or lack of memory leaves a
+        layer whole.
+        """
+        last, device = self.k_store.shape[1] - 1, self.k_store.device
+        slots = torch.from_numpy(counts[:, None] + np.arange(last + 1)).clamp_(max=last)
+        at = torch.arange(len(counts), device=device)[:, None], slots.to(device)
+        vars(self).update(
+            k_store=self.k_store[at], v_store=self.v_store[at], dropped=self.dropped + counts
+        )
+
+
+def _grown(store: torch.Tensor, capacity: int) -> torch.Tensor:
+    """Copy the slots to room for `capacity`; the rest is zero, since masked NaN would spread."""
+    if store.shape[1] >= capacity:
+        return store
+    grown = store.new_zeros(store.shape[0], capacity, *store.shape[2:])
+    grown[:, : store.shape[1]].copy_(store)
+    return grown
 
 
 @dataclass(slots=True)
@@ -19,7 +94,7 @@ class Block:
     """Places where a forward writes its tokens, the same for every layer of a group."""
 
     span: slice | None  # of slots, where all rows write the same ones, else None
-    flat_slots: torch.Tensor | None  # [tokens] int64 into [rows * capacity], else None
+    slot_mapping: torch.Tensor | None  # [tokens] int64 into [rows * capacity], else None
     visible: int  # slots that the attention sees, [0, visible)
 
 
@@ -44,15 +119,12 @@ class SlotLayer(DynamicLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the block's K and V, [rows, kv_heads, width, head_dim]; return all visible ones.
 
-        A flat block has [1, kv_heads, tokens, head_dim].
+        A packed block has [1, kv_heads, tokens, head_dim].
         """
-        if not self.stores.is_shaped:
+        if not self.stores.k_store.shape[2]:  # nobody knows yet how many heads there are
             self.stores.shape(self.group.capacity, key_states, value_states)
         keys = self._written(self.stores.k_store, key_states)
-        values = self._written(self.stores.v_store, value_states)
-        if self.group.extent.copies:
-            return keys.contiguous(), values.contiguous()
-        return keys, values
+        return keys, self._written(self.stores.v_store, value_states)
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Write the keys of the block's indexer, [rows, width, dim]; show all visible slots."""
@@ -62,12 +134,11 @@ class SlotLayer(DynamicLayer):
     def _written(self, store: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Write states, [rows, heads, width, dim]; return the visible slots in the same order."""
         block, shown = self.group.block, store.transpose(1, 2)
-        assert block is not None
-        states = states.to(store.dtype)  # under autocast, K and V may come in other types
         if block.span is not None:
             shown[:, :, block.span].copy_(states)
             return shown.narrow(2, 0, block.visible)
-        slots, of_token = self.group.flat_slots_on(store.device), store.shape[2:]
+        states = states.to(store.dtype)  # under autocast, K and V may come in other types
+        slots, of_token = self.group.slot_mapping_on(store.device), store.shape[2:]
         if len(states) < len(store):
             return _written_flat(store, states, slots, block.visible)
         tokens = states.transpose(1, 2).reshape(-1, *of_token)
@@ -103,7 +174,7 @@ def _written_flat(
     slots: torch.Tensor,  # [tokens] into [rows * capacity]
     visible: int,
 ) -> torch.Tensor:  # [rows, heads, visible, dim]
-    """Write the states of a flat block; return the visible slots.
+    """Write the states of a packed block; return the visible slots.
 
     Two views do the work of five: to make a view takes a layer as long as to copy the numbers.
     """
@@ -130,7 +201,7 @@ class SlotGroup:
         num_kept: The same, or more if plain's layers hold more; 0 without a window.
         dropped: Tokens of each row that came before its first slot, [rows] int64.
         capacity: Slots that every layer has room for.
-        block: Where the forward in progress writes.
+        block: Where the forward in progress writes, a `Block`; None before the first one.
     """
 
     def __init__(self, extent: Extent, window: int | None = None, num_kept: int = 0) -> None:
@@ -139,7 +210,7 @@ class SlotGroup:
         self.layers: list[Stores] = []
         self.dropped = np.zeros_like(extent.lengths)
         self.capacity = 0
-        self.block: Block | None = None
+        self.block: Any = None
         self._path_table: PathTable | None = None
         # Memory ran out before the last layer had grown, or had dropped its tokens.
         self._is_uneven = self._is_dropping = False
@@ -158,7 +229,6 @@ class SlotGroup:
     @property
     def visible(self) -> int:
         """Slots that the attention sees in the forward in progress."""
-        assert self.block is not None
         return self.block.visible
 
     @property
@@ -234,10 +304,10 @@ class SlotGroup:
         self._slots_by_device.clear()
         self.block = Block(None, torch.from_numpy(flat), visible)
 
-    def place_at(self, flat_slots: torch.Tensor, visible: int) -> None:
+    def place_at(self, slot_mapping: torch.Tensor, visible: int) -> None:
         """Put the next tokens into these slots, [rows * width] into [rows * capacity]."""
-        self.block = Block(None, flat_slots, visible)
-        self._slots_by_device = {flat_slots.device: flat_slots}
+        self.block = Block(None, slot_mapping, visible)
+        self._slots_by_device = {slot_mapping.device: slot_mapping}
 
     def drop_unseen(self, slots: int) -> None:
         """Drop tokens that no window reaches, if there is no room for so many slots."""
@@ -251,11 +321,10 @@ class SlotGroup:
                     layer.drop(gone)
             self.dropped, self._is_dropping = self.dropped + gone, False
 
-    def flat_slots_on(self, device: torch.device) -> torch.Tensor:
-        """Return `block.flat_slots` on a device; it is copied once per block."""
-        assert self.block is not None and self.block.flat_slots is not None
+    def slot_mapping_on(self, device: torch.device) -> torch.Tensor:
+        """Return `block.slot_mapping` on a device; it is copied once per block."""
         if device not in self._slots_by_device:
-            self._slots_by_device[device] = self.block.flat_slots.to(device)
+            self._slots_by_device[device] = self.block.slot_mapping.to(device)
         return self._slots_by_device[device]
 
 
@@ -332,6 +401,15 @@ class SlotCache(Cache):
         """Put the next tokens of every row behind its length; see `SlotGroup.place`."""
         for group in self.each_group():
             group.place(counts, is_flat)
+
+    def clear(self, rows: Iterable[int] | None = None) -> None:
+        """Set K and V behind the kept tokens to zero, in all layers, of some rows or of all."""
+        chosen = None if rows is None else set(rows)
+        for group in self.each_group():
+            for row, length in enumerate(group.lengths.tolist()):
+                if chosen is None or row in chosen:
+                    for store in group.stores:
+                        store[row, length:] = 0
 
     def compact(self, path: np.ndarray, counts: np.ndarray) -> None:
         """Move paths of the latest block to the front of it, in every layer.

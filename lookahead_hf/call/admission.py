@@ -22,12 +22,12 @@ MASK_KINDS = frozenset(
     {"full_attention", "indexed_attention", "sliding_attention", "chunked_attention"}
 )
 
-UNSERVED_TYPES = frozenset({"deepseek_v4", "minimax", "rwkv", "xlstm"})
-"""Model types whose state does not follow from position ids and a mask."""
+UNSERVED_TYPES = frozenset({"bloom", "deepseek_v4", "minimax", "mpt", "rwkv", "xlstm"})
+"""Model types in which more than position ids and a mask decides what a token sees, and how."""
 
 ENCODER_DECODERS = frozenset(
     {"bart", "blenderbot", "blenderbot-small", "florence2", "longt5", "m2m_100", "marian", "mbart"}
-    | {"moonshine", "mt5", "mvp", "pegasus", "plbart", "t5", "t5gemma", "umt5", "whisper"}
+    | {"moonshine", "mt5", "pegasus", "plbart", "t5", "t5gemma", "umt5", "whisper"}
 )
 """Types whose decoder positions we know: by a table, by distances, or by position ids."""
 
@@ -62,15 +62,10 @@ def admit(model: Any, purpose: Purpose, cache: Any = None) -> None:
     """
     if not compat.IS_TESTED:
         check_version()  # before anything of a version that nobody tried goes wrong
-    try:
-        _check_setup(model)
-        if purpose is Purpose.CALL and compat.has_own_generate(model):
-            return  # which decides what is decoded
-        _check_kind(model)
-    except Unserved as unserved:
-        if unserved.reason in (FallbackReason.MODEL, FallbackReason.OWN_LOOP):
-            check_version()
-        raise
+    _check_setup(model)
+    if purpose is Purpose.CALL and compat.has_own_generate(model):
+        return  # which decides what is decoded
+    _check_kind(model)
     if cache is not None:
         _check_cache(model, cache)
     if purpose is Purpose.ASSISTANT:
@@ -84,14 +79,9 @@ def admit(model: Any, purpose: Purpose, cache: Any = None) -> None:
 def check_version() -> None:
     """Raise Unserved if even a Llama of transformers is refused or decoded wrongly here.
 
-    Then the cause is the installed version of transformers, not the model of a call. Nothing is
-    said of the version if there was no memory, or if the process has replaced what Llama runs.
+    Then the cause is the installed version of transformers, not the model of a call.
     """
-    try:
-        found = _stock_refusal()
-    except (MemoryError, OSError, RuntimeError):
-        return
-    if found:
+    if found := _stock_refusal():
         raise Unserved(FallbackReason.VERSION, f"transformers {compat.VERSION}: {found}")
 
 
@@ -99,30 +89,25 @@ def check_version() -> None:
 def _stock_refusal() -> str:
     """Return why a Llama of transformers is not served, "" if it is; asked once per process."""
     model = compat.tiny_llama()
-    attends = compat.attention_function(compat.attention_name(model.config) or "eager")
-    if not facts_of(model).is_stock or not compat.is_stock_attention(
-        attends, model.model.layers[0].self_attn
-    ):
-        raise RuntimeError("the process has replaced functions of transformers")
     try:
         _check_setup(model)
         _check_kind(model)
         return self_test.fault(model, is_flat=False)
     except Unserved as unserved:
-        if unserved.reason is FallbackReason.ATTENTION:
-            raise RuntimeError("the process has replaced masks of transformers") from None
         return unserved.detail or unserved.reason.text
+    except (MemoryError, OSError, RuntimeError):  # which is not the version's fault
+        return ""
     except (AttributeError, KeyError, TypeError) as error:  # whatever this version does otherwise
         return f"{type(error).__name__}: {error}"
 
 
 def admit_call(call: PreparedCall) -> None:
     """Raise Unserved if a prepared call on a model that was admitted cannot be served."""
-    model, config = call.model, call.generation_config
-    shows_attention = config.return_dict_in_generate and config.output_attentions
-    _check_cache(model, call.cache, bool(shows_attention))
+    model = call.model
+    _check_cache(model, call.cache)
     _check_arguments(call)
     _check_capacity(call)
+    _check_length(call)
     if call.request.draws(call.do_sample):
         _check_trees(model)
     mixes_rows = call.request.config.draft_invariant and facts_of(model).has_experts
@@ -143,13 +128,11 @@ def _check_blocks(model: Any) -> None:
         _refuse_if(repeats, _MODEL, "several layers share a layer of the cache")
         return
     found, fix = self_test.refusal(model)
-    if found:
-        check_version()
-        raise Unserved(FallbackReason.MODEL, found, fix)
+    _refuse_if(found, _MODEL, found, fix)
 
 
 def takes_flat(call: PreparedCall) -> bool:
-    """Return whether a call may run in flat blocks, whose attention alone tells rows apart.
+    """Return whether a call may run in packed blocks, whose attention alone tells rows apart.
 
     So nothing else may couple tokens or depend on rows, such as an argument with an entry for every
     row, or a hook.
@@ -159,7 +142,7 @@ def takes_flat(call: PreparedCall) -> bool:
 
 
 def model_takes_flat(model: Any) -> bool:
-    """Return whether a model may run in flat blocks, if nothing in a call is against it."""
+    """Return whether a model may run in packed blocks, if nothing in a call is against it."""
     facts = facts_of(model)
     if compat.decoder_names(model).positions is None or facts.is_hooked or watch.watcher():
         return False
@@ -174,9 +157,6 @@ def _check_kind(model: Any) -> None:
     config = compat.text_config(model)
     types = {model.config.model_type, config.model_type} & UNSERVED_TYPES
     _refuse_if(types, _MODEL, f"model type {', '.join(map(repr, types))}")
-    # MVP's keys, which our masks do not cover.
-    adds_keys = getattr(config, "use_prompt", False)
-    _refuse_if(adds_keys, _MODEL, "prompts that its attention adds")
     needed = compat.decoder_names(model).set_anew - {"use_cache", "logits_to_keep"}
     missing = needed - compat.forward_arguments(model)
     _refuse_if(missing, _MODEL, f"its forward names no argument {', '.join(sorted(missing))}")
@@ -245,28 +225,44 @@ def _check_capacity(call: PreparedCall) -> None:
     _refuse_if(most_fed > capacity, _CACHE, f"a static cache of {capacity} columns", fix)
 
 
+def _check_length(call: PreparedCall) -> None:
+    """Raise Unserved if the call crosses a length at which the model's frequencies change.
+
+    Such a model computes the frequencies of a forward from its longest position, so that a draft
+    beyond the length would alter the tokens before it. The last new token is never fed.
+    """
+    limits = compat.rope_limits(call.model)
+    if not limits or not call.position_ids.numel():  # the forward says what is wrong with it
+        return
+    newest = call.position_ids[..., -1]
+    shortest = min(int(newest.min()) + 1, call.num_columns)
+    longest = max(int(newest.max()) + 1, call.num_columns) + call.num_new - 1
+    for rope_type, limit in limits.items():
+        # Long factors hold for every forward that has one position beyond the limit.
+        stays_long = rope_type == "longrope" and shortest > limit
+        _refuse_if(
+            longest > limit and not stays_long,
+            _MODEL,
+            f"its {rope_type!r} positions change beyond {limit} tokens",
+            f"keep the prompt and max_new_tokens together within {limit} tokens",
+        )
+
+
 def on_device(model: Any, device: torch.device) -> bool:
     """Return whether steps can stay on the device of the prompt."""
     facts = facts_of(model)
     return facts.all_on(device) and not facts.needs_columns and not facts.mixers
 
 
-def _check_cache(model: Any, given: Any, shows_attention: bool = False) -> None:
+def _check_cache(model: Any, given: Any) -> None:
     """Raise Unserved if the cache that forwards are given cannot be taken over."""
     cache = compat.self_attention(given)
     kind = type(cache)
     _refuse_if(kind not in compat.CACHES, _CACHE, f"a cache of type {kind.__name__}")
     layer = hf_layers.unserved_layer(cache)
     _refuse_if(layer, _CACHE, layer or "")
-    is_static = kind is compat.StaticCache
-    keeps_states = is_static and facts_of(model).mixers
+    keeps_states = kind is compat.StaticCache and facts_of(model).mixers
     _refuse_if(keeps_states, _CACHE, "recurrent states in a static cache")
-    _refuse_if(
-        is_static and shows_attention,
-        _CACHE,
-        "attention weights over all of a static cache's room",
-        "pass a DynamicCache, or leave output_attentions out",
-    )
     _refuse_if(
         compat.counts_positions(model) and given.get_seq_length() > 0,
         _CACHE,
@@ -326,6 +322,8 @@ def _check_setup(model: Any) -> None:
     _check_inputs(model)
     for module in modules:
         own = vars(module)  # a module's getattr is slow for missing attributes
+        if compat.is_windowed_by_slot(module):
+            raise Unserved(_MODEL, "a window that is cut out of a matrix")
         if module.training:
             _check_training(module)
         for variant in (own.get("lora_variant") or {}).values():

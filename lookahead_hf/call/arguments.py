@@ -48,7 +48,8 @@ class GenerateArguments:
         """Raises TypeError if `original`, `generate` without us, does not take the arguments."""
         self._model, self._original = model, original
         theirs = {name: value for name, value in kwargs.items() if name not in OURS}
-        self.given = _by_name(original, args, theirs)
+        self._signature = inspect.signature(original)
+        self.given = _by_name(self._signature, args, theirs)
         self._asked, self._prediction, tokenizer = (kwargs.get(name) for name in OURS)
         given = self.given.get("tokenizer")
         self.tokenizer = tokenizer if given is None else given
@@ -89,29 +90,6 @@ class GenerateArguments:
                 f"leave one of them out (speculative=False switches speculation off for a call)"
             )
 
-    def check_names(self) -> None:
-        """Check names that transformers refuses, to say what a misspelt one means.
-
-        Raises:
-            ValueError: A refused name resembles an argument or option of this library.
-        """
-        if compat.has_own_generate(self._model):
-            return
-        settings = self._model.generation_config
-        theirs = {*inspect.signature(self._original).parameters, *vars(settings)} - {*OURS}
-        for name, value in self.given.items():
-            if name in theirs or hasattr(settings, name):
-                continue
-            if compat.refuses_argument(self._model, name, value):
-                check_name("generate", name, ("speculative", "prediction"), theirs)
-
-    def check_prediction(self) -> None:
-        """Raise ValueError for a prediction that a call without speculation has no use for."""
-        if self._prediction is None or compat.has_own_generate(self._model):
-            return
-        if compat.refuses_argument(self._model, "prediction", self._prediction):
-            raise ValueError("prediction= is for speculative calls: pass speculative=True too")
-
     def check_original(self) -> None:
         """Raise Unserved where the original `generate` cannot be given a decoding strategy."""
         # transformers binds a repository's function to the model that it loads. A decoding loop of
@@ -125,7 +103,7 @@ class GenerateArguments:
                 "set `speculative_passthrough = True` on the repository's function, if it passes "
                 "its keyword arguments on to transformers' generate",
             )
-        parameters = inspect.signature(self._original).parameters
+        parameters = self._signature.parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         if not takes_any and "custom_generate" not in parameters:
             raise self.decodes_itself()
@@ -190,7 +168,7 @@ def check_name(
     function: str,
     name: str,
     own: Iterable[str],
-    theirs: Iterable[str],
+    theirs: set[str],
     elsewhere: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Check an argument that a function of transformers does not know.
@@ -206,7 +184,6 @@ def check_name(
         ValueError: The name resembles an argument or option of this library.
     """
     options = [each.name for each in fields(SpeculativeConfig)]
-    theirs = {*theirs}
     known = {*own, *options, *theirs, *elsewhere}
     meant = next(iter(difflib.get_close_matches(name, known, 1, cutoff=0.7)), None)
     if meant is None or meant in theirs:
@@ -235,10 +212,9 @@ def wanted(
 
 
 def _by_name(
-    original: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """Return arguments by parameter name; those of a bare `*args` by transformers' names."""
-    signature = inspect.signature(original)
     bound = signature.bind(*args, **kwargs).arguments
     named: dict[str, Any] = {}
     for name, value in bound.items():

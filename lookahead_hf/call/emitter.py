@@ -1,19 +1,209 @@
-"""Emits tokens: appends them to the rows, asks the stopping criteria and feeds the streamer."""
+"""Emits tokens: appends them to the rows, asks the criteria, feeds the streamer, keeps outputs."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from lookahead_hf.call.outputs import RequestedOutputs
 from lookahead_hf.call.prepared import PreparedCall
 from lookahead_hf.call.stopping import RowStopping
-from lookahead_hf.call.streaming import ColumnStream
 
 if TYPE_CHECKING:
     from lookahead_hf.rows import Rows
+
+
+Layers = tuple[torch.Tensor, ...]
+
+_ROWS = -3
+"""The axis of the rows: states are [..., rows, tokens, hidden], since Gemma 3n keeps several."""
+
+
+class RequestedOutputs:
+    """Scores, logits and hidden states of every emitted token, as plain returns them.
+
+    Rows advance by different counts, so everything is kept by row and put together at the end.
+
+    Attributes:
+        chooses: Whether the scores or logits behind each choice are kept.
+        observes: Whether hidden states are kept.
+    """
+
+    def __init__(
+        self, generation_config: Any, num_rows: int, encoder_outputs: Any | None = None
+    ) -> None:
+        """Read from a generation config what to keep.
+
+        Args:
+            generation_config: As prepared by `generate`.
+            num_rows: Rows of the batch.
+            encoder_outputs: The encoder's outputs, None for a model without an encoder.
+        """
+        c = generation_config
+        returned = bool(c.return_dict_in_generate)
+        chosen = {"scores": returned and c.output_scores, "logits": returned and c.output_logits}
+        self._chosen: dict[str, list[list[torch.Tensor]]] = {
+            name: [[] for _ in range(num_rows)] for name, wanted in chosen.items() if wanted
+        }
+        self._joined: dict[str, list[torch.Tensor]] = {name: [] for name in self._chosen}
+        self._encoder, self._name = encoder_outputs, "hidden_states"
+        if encoder_outputs is not None:
+            self._name = "decoder_hidden_states"
+        self._prefill: Layers = ()
+        self._states: list[list[Layers]] = [[] for _ in range(num_rows)]
+        self.chooses = bool(self._chosen)
+        self.observes = returned and bool(c.output_hidden_states)
+
+    def __bool__(self) -> bool:
+        return self.chooses or self.observes
+
+    def scores_so_far(self) -> tuple[torch.Tensor, ...] | None:
+        """Return the `scores` that plain passes to stopping criteria, for rows in lockstep."""
+        return self._columns("scores") if "scores" in self._chosen else None
+
+    def choose(self, row: int, scores: torch.Tensor, logits: torch.Tensor) -> None:
+        """Keep what a row's token is chosen by: processed scores and logits, [vocab] float32."""
+        for name, value in (("scores", scores), ("logits", logits)):
+            if name in self._chosen:
+                self._chosen[name][row].append(value)
+
+    def prefill(self, outputs: Any) -> None:
+        """Keep the hidden states of the prompt's forward, if they are asked for."""
+        if self.observes:
+            self._prefill = getattr(outputs, self._name)
+
+    def observe(self, row: int, tokens: list[int], outputs: Any) -> None:
+        """Keep a forward's hidden states of the tokens that a row keeps.
+
+        Args:
+            row: The row.
+            tokens: Places of these tokens in the block, root first.
+            outputs: The forward's outputs.
+        """
+        layers = getattr(outputs, self._name)
+        for at in (slice(token, token + 1) for token in tokens):
+            self._states[row].append(tuple(states[..., row, at, :].clone() for states in layers))
+
+    def fields(self, num_columns: int) -> dict[str, Any]:
+        """Return the requested fields of the output, one entry per generated column."""
+        fields: dict[str, Any] = {name: self._columns(name)[:num_columns] for name in self._chosen}
+        if self.observes:
+            columns = list(zip(*self._states, strict=False))[: num_columns - 1]
+            steps = (map(_stacked, zip(*rows, strict=True)) for rows in columns)
+            fields[self._name] = (self._prefill, *map(tuple, steps))
+            if self._encoder is not None:
+                fields["encoder_hidden_states"] = self._encoder.get("hidden_states")
+        return fields
+
+    def _columns(self, name: str) -> tuple[torch.Tensor, ...]:
+        """Return the entries of all rows by column, [rows, vocab] each; a column is joined once."""
+        rows, joined = self._chosen[name], self._joined[name]
+        for column in range(len(joined), min(map(len, rows))):
+            whole = torch.stack([row[column] for row in rows])
+            for row, entry in zip(rows, whole, strict=True):
+                row[column] = entry  # a view, which frees the row's own tensor
+            joined.append(whole)
+        return tuple(joined)
+
+
+def _stacked(of_rows: Layers) -> torch.Tensor:
+    """Stack a layer's hidden states of all rows, [..., 1, hidden] each."""
+    return torch.stack(of_rows, _ROWS)
+
+
+class ColumnStream:
+    """Feeds a streamer plain's columns, one `put` each, from rows that advance by different counts.
+
+    A column is put as soon as every row has a token for it; a finished row contributes pads.
+
+    Attributes:
+        is_heard: Whether there is a streamer.
+        num_begun: Columns that were put, including one at which the streamer raised.
+    """
+
+    def __init__(
+        self,
+        streamer: Any | None,
+        num_rows: int,
+        pad_token_id: int | None,
+        spent: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        """`spent`: called with the seconds that the streamer took for a column."""
+        self._streamer, self._spent = streamer, spent
+        self.is_heard = streamer is not None
+        self.num_begun = 0
+        self._pad = pad_token_id
+        self._waiting: list[deque[int]] = [deque() for _ in range(num_rows)]
+        self._finished = [False] * num_rows
+
+    def prompt(self, input_ids: torch.Tensor) -> None:
+        """Put the prompt, [rows, columns]."""
+        if self._streamer is not None:
+            self._streamer.put(input_ids.cpu())
+
+    def push(self, row: int, token: int, is_last: bool = False) -> None:
+        """Take the next token of a row, which may be the `is_last` of its text."""
+        if self._streamer is not None:
+            self._waiting[row].append(token)
+            self._finished[row] = is_last
+            self._flush()
+
+    def end(self) -> None:
+        """End the stream; all rows have finished."""
+        if self._streamer is not None:
+            self._streamer.end()
+
+    def _flush(self) -> None:
+        assert self._streamer is not None
+        while any(self._waiting) and all(
+            tokens or done for tokens, done in zip(self._waiting, self._finished, strict=True)
+        ):
+            column = [tokens.popleft() if tokens else self._pad for tokens in self._waiting]
+            start = time.perf_counter()
+            self.num_begun += 1
+            self._streamer.put(torch.tensor(column))
+            self._spent(time.perf_counter() - start)
+
+
+class HeldStreamer:
+    """Holds what transformers puts into a streamer until our decoding takes over.
+
+    `generate` puts the prompt before it calls a strategy. Our decoding puts the prompt itself, once
+    it is sure to serve the call. If a `generate` never calls the strategy, everything is passed on.
+    """
+
+    def __init__(self, streamer: Any, before_text: Callable[[], None]) -> None:
+        """`before_text`: called when a token comes, before it is passed on."""
+        self._streamer, self._before_text = streamer, before_text
+        self._held: list[Any] = []
+        self._is_open = False
+
+    def put(self, value: Any) -> None:
+        """Hold the first value; a second one means that our decoding does not take over."""
+        if getattr(value, "ndim", 0) == 1:  # tokens, where prompts are [rows, columns]
+            self._before_text()
+        self._held.append(value)
+        if len(self._held) > 1 or self._is_open:
+            self._pass_on()
+
+    def end(self) -> None:
+        """Pass on the end of a text that was decoded elsewhere; another text may follow."""
+        self._pass_on()
+        self._streamer.end()
+        self._is_open = False
+
+    def drop(self) -> None:
+        """Forget what was held: our decoding takes over."""
+        self._held.clear()
+
+    def _pass_on(self) -> None:
+        self._is_open = True
+        while self._held:
+            self._streamer.put(self._held.pop(0))
 
 
 class Emitter:

@@ -16,7 +16,7 @@ MODULES = {
     "continuous batching": "lookahead_hf.queue.methods",
     "pages of a trace": "lookahead_hf.tools.trace",
 }
-"""Modules by name. An engine that runs steps has the name of its device; see `runner.engines`."""
+"""Modules by name. An engine that runs steps has the name of its device; see `runner.host`."""
 
 
 def find(name: str) -> ModuleType | None:

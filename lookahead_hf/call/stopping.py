@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -67,35 +68,30 @@ class RowStopping:
     Lengths, times and eos ids are compared as numbers; stop strings are matched only after a token
     that can end one. If there is a criterion of another class, the whole list is called as in plain
     generation, which is possible for a single row only.
+
+    Attributes:
+        has_eos: Whether plain feeds finished rows pads instead of real tokens.
+        all_known: Whether every class is known; an unknown one may draw random numbers.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, num_rows: int) -> None:
-        self._criteria = criteria
-        self._num_rows = num_rows
+        self._criteria, self._num_rows = criteria, num_rows
         self._unknown = [c for c in criteria if not knows_criterion(c)]
         if type(criteria) is not StoppingCriteriaList:
             self._unknown.append(criteria)
-        self._lengths = [c for c in criteria if type(c) is MaxLengthCriteria]
-        self._times = [c for c in criteria if type(c) is MaxTimeCriteria]
-        self._strings = [_StopStrings(c) for c in criteria if type(c) is StopStringCriteria]
-        self._texts = [c for c in criteria if type(c) is StopTexts]
-        self._eos = frozenset(
-            token
-            for c in criteria
-            if type(c) is EosTokenCriteria
-            for token in c.eos_token_id.reshape(-1).tolist()
+
+        def of(kind: type[Any]) -> list[Any]:
+            return [each for each in criteria if type(each) is kind]
+
+        self._times, self._texts = of(MaxTimeCriteria), of(StopTexts)
+        self._strings = [_StopStrings(each) for each in of(StopStringCriteria)]
+        ends = [each.eos_token_id.reshape(-1).tolist() for each in of(EosTokenCriteria)]
+        self._eos = {token for tokens in ends for token in tokens}
+        self._max_length = min(
+            (each.max_length for each in of(MaxLengthCriteria)), default=math.inf
         )
-        self._max_length = min((c.max_length for c in self._lengths), default=None)
-
-    @property
-    def has_eos(self) -> bool:
-        """Whether plain feeds finished rows pads instead of real tokens."""
-        return any(hasattr(c, "eos_token_id") for c in self._criteria)
-
-    @property
-    def all_known(self) -> bool:
-        """Whether every class is known; an unknown one may draw random numbers."""
-        return not self._unknown
+        self.has_eos = any(hasattr(each, "eos_token_id") for each in criteria)
+        self.all_known = not self._unknown
 
     def unserved(self) -> str | None:
         """Return the class that cannot be asked row by row in this batch, None if there is none.
@@ -131,8 +127,7 @@ class RowStopping:
             prefix = ids()
             unfinished = torch.ones(1, dtype=torch.long, device=prefix.device)
             return bool((unfinished & ~self._criteria(prefix, scores())).max() == 0)
-        ended = self._max_length is not None and num_columns >= self._max_length
-        self._warn(num_columns)
+        ended = num_columns >= self._max_length
         if self._times:
             ended |= any(time.time() - c.initial_timestamp > c.max_time for c in self._times)
         ended |= token_id in self._eos
@@ -153,12 +148,6 @@ class RowStopping:
         unfinished = torch.from_numpy(going.astype(np.int64)).to(ids.device)
         unfinished = unfinished & ~self._criteria(ids, scores)
         return unfinished.to("cpu").numpy() == 0
-
-    def _warn(self, num_columns: int) -> None:
-        """Let length criteria warn of a text of so many columns, which may outgrow the model."""
-        for c in self._lengths:
-            if c.max_position_embeddings is not None and num_columns > c.max_position_embeddings:
-                c(torch.empty(1, num_columns), None)
 
 
 class _StopStrings:

@@ -13,7 +13,7 @@ SIZES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Draft sizes with a measured cost each, in padded blocks."""
 
 FLAT_SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Numbers of tokens with a measured cost each, in flat blocks. In float32, four tokens take a
+"""Numbers of tokens with a measured cost each, in packed blocks. In float32, four tokens take a
 fifth longer than three, and the next ones add much less."""
 
 KEPT_SAMPLES = 9
@@ -142,7 +142,7 @@ class CostModel:
         """Return the curve for a batch of `num_rows` texts of about `context_length` tokens.
 
         Lengths count by powers of two; a new length or mode starts from the curve used last. So do
-        rows in flat blocks, where a token costs much the same beside any number of rows.
+        rows in packed blocks, where a token costs much the same beside any number of rows.
 
         The placement is whatever else changes the cost of a forward, such as the device; the mode,
         how the runner runs its steps. Drafts may be padded to `sizes`, node counts from 0 on.

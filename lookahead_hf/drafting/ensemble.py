@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from lookahead_hf.rows import Rows
-    from lookahead_hf.runner.transfer import HostCopy
+    from lookahead_hf.runner.outputs import HostCopy
 
 
 WIDER, WIDE = 4, 64

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from lookahead_hf.kernels import RowScan, Wanted
-    from lookahead_hf.runner.transfer import HostCopy, PendingCopy
+    from lookahead_hf.runner.outputs import HostCopy, PendingCopy
 
 
 class BestTokens:

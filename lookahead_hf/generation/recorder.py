@@ -31,8 +31,8 @@ class StatsRecorder:
         self.milliseconds = dict.fromkeys(PARTS, 0.0)
         self._before = 0.0
         self._budgets = Counter[int]()
-        self._counts = np.zeros((5, num_rows), np.int64)
-        self._row_steps, self._drafted, self._accepted, self._moved, self._width = self._counts
+        self._counts = np.zeros((4, num_rows), np.int64)
+        self._row_steps, self._drafted, self._accepted, self._moved = self._counts
         self._accepted_by_step = [Counter[int]() for _ in range(num_rows)]
         self._drafted_by_step = [Counter[int]() for _ in range(num_rows)]
 
@@ -52,7 +52,8 @@ class StatsRecorder:
     def observe(self, draft: DraftTree, verdict: Verdict) -> None:
         """Count a step."""
         drafted, accepted = np.diff(draft.row_offsets), verdict.of_text.num_accepted
-        total = sum(self.milliseconds[name] for name in ("forward", "verify", "commit"))
+        spent = self.milliseconds
+        total = spent["forward"] + spent["verify"] + spent["commit"]
         self.step_seconds = (total - self._before) / 1e3
         self._before = total
         self._budgets[int(drafted.max(initial=0))] += 1
@@ -60,7 +61,6 @@ class StatsRecorder:
         self._drafted += np.where(verdict.live, drafted, 0)
         self._accepted += accepted
         self._moved += _num_moved(verdict)
-        np.maximum(self._width, _widths(draft), out=self._width)
         for row in np.flatnonzero(verdict.live).tolist():
             self._accepted_by_step[row][int(accepted[row])] += 1
             self._drafted_by_step[row][int(drafted[row])] += 1
@@ -104,7 +104,6 @@ class StatsRecorder:
             num_accepted=num_accepted,
             num_moved=int(self._moved[chosen].sum()),
             accepted_histogram=tuple(accepted[k] for k in range(max(accepted, default=-1) + 1)),
-            max_width=int(self._width[chosen].max(initial=0)),
             budget_histogram=dict(sorted(drafted.items())),
             row_stats=tuple(RowStats(*counts) for counts in per_row.tolist()),
             **times,
@@ -116,16 +115,6 @@ def _num_moved(verdict: Verdict) -> np.ndarray:
     """Accepted tokens of each row that rejected nodes lie before, [rows] int64."""
     moved = verdict.path != place_in_row(verdict.path_offsets)
     return np.diff(np.concatenate([[0], moved.cumsum()])[verdict.path_offsets])
-
-
-def _widths(draft: DraftTree) -> np.ndarray:
-    """Most nodes at one depth of each row, [rows] int64."""
-    num_rows = draft.num_rows
-    if not draft.num_nodes:
-        return np.zeros(num_rows, np.int64)
-    row, levels = np.repeat(np.arange(num_rows), np.diff(draft.row_offsets)), draft.depth.max() + 1
-    counts = np.bincount(row * levels + draft.depth, minlength=num_rows * levels)
-    return counts.reshape(num_rows, levels).max(1)
 
 
 OTHER_PROCESS = "another process"

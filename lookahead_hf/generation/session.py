@@ -12,10 +12,8 @@ import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from lookahead_hf import stats
-from lookahead_hf.cache.adopt import AdoptedCache
-from lookahead_hf.call.outputs import RequestedOutputs
+from lookahead_hf.call.emitter import ColumnStream, RequestedOutputs
 from lookahead_hf.call.prepared import PreparedCall
-from lookahead_hf.call.streaming import ColumnStream
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.session import DraftSession
 from lookahead_hf.fallback import Unserved
@@ -64,10 +62,7 @@ def break_off(session: BatchSession) -> None:
 def observe_outputs(session: BatchSession, row: int, kept: list[int], step: StepOutputs) -> None:
     """Keep the requested outputs of the tokens that a row keeps, by their places, root first."""
     if session.outputs.observes:
-        assert isinstance(session.runner.cache, AdoptedCache)
-        num_layers = session.outputs.num_attending(step.of_model)
-        slots = session.runner.cache.seen_slots(row, kept, num_layers)
-        session.outputs.observe(row, kept, step.of_model, slots)
+        session.outputs.observe(row, kept, step.of_model)
 
 
 def _catch_up(session: BatchSession, columns: int) -> None:

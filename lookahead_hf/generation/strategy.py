@@ -14,13 +14,12 @@ from lookahead_hf import fallback, stats
 from lookahead_hf.call import admission
 from lookahead_hf.call.admission import Purpose
 from lookahead_hf.call.arguments import OURS, GenerateArguments
+from lookahead_hf.call.emitter import HeldStreamer
 from lookahead_hf.call.prepared import PreparedCall, Request
-from lookahead_hf.call.streaming import HeldStreamer
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.fallback import Unserved
-from lookahead_hf.generation.assembly import build_drafters
-from lookahead_hf.generation.decode import decode
-from lookahead_hf.model import compat, limits
+from lookahead_hf.generation.decode import build_drafters, decode
+from lookahead_hf.model import compat
 from lookahead_hf.stats import SpeculativeStats
 from lookahead_hf.trace import Trace
 
@@ -63,10 +62,8 @@ def run(
         arguments = GenerateArguments(model, original, args, kwargs)
     except TypeError:
         return original(*args, **plain)  # raises an error that explains what is wrong
-    arguments.check_names()
     value, config = arguments.wanted(default)
     if value is None:
-        arguments.check_prediction()
         return _plainly(model, original, args, plain)
     plain.pop("prediction", None)
     token = _decided.set((*_decided.get(), model))
@@ -119,7 +116,6 @@ def _serve(
         unserved = error.with_traceback(None)
     else:
         if strategy.decoded is not None:
-            limits.warn_once(strategy.decoded)
             if strategy.decoded is not model:
                 stats.publish(model, strategy.record)
         elif strategy.record is None:

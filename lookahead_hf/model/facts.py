@@ -28,13 +28,9 @@ class ModelFacts:
         found = [each for m in modules for each in compat.parameters_of(m).values()]
         own = [parameter for parameter in found if parameter is not None]
         self.devices = {parameter.device for parameter in own}
-        # By their names, since a class may refer to the model.
-        self.module_kinds = {f"{kind.__module__}.{kind.__name__}" for kind in kinds}
-        self.has_odd_weights = not {type(parameter) for parameter in own} <= {nn.Parameter}
         self.has_experts = any("Expert" in kind.__name__ for kind in kinds)
         self.is_hooked = any(map(compat.is_hooked, modules))  # by the caller
-        windowed = any(map(compat.is_windowed_by_slot, modules))
-        self.needs_columns = windowed or compat.counts_positions(model)
+        self.needs_columns = compat.counts_positions(model)
         self.repeats_layers = compat.repeats_layers(named)
         self.is_stock = compat.is_stock(model, modules) and not self.repeats_layers
         # Weakly, since a module may refer to the model, too.

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
 from typing import Any
-from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
 
-from lookahead_hf.block import tree_attention
-from lookahead_hf.block.layout import BlockShape
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.fallback import Unserved
 from lookahead_hf.model import compat
@@ -21,6 +17,7 @@ from lookahead_hf.rows import Rows
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.patched import patched
 from lookahead_hf.runner.prefill import start
+from lookahead_hf.runner.watch import watcher
 
 TRIED = frozenset(
     {"cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gptj", "granite"}
@@ -45,9 +42,6 @@ CHAINS = ((3, 0, 2, 0, 1, 3, 2, 3), (1, 2, 0, 3, 0, 2, 3, 3))
 """The same in a model with recurrent states, more than `MOST_PENDING` in all. From the second step
 on a wrong token follows the right ones."""
 
-passed: WeakKeyDictionary[type, set[Hashable]] = WeakKeyDictionary()
-"""What models have passed, by their class: the next one of a kind need not be tested."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -55,74 +49,30 @@ def refusal(model: Any, is_flat: bool = False) -> tuple[str, str]:
     """Return why draft trees over ragged rows give other logits than plain forwards.
 
     Types in `TRIED` are trusted if transformers' own methods run them and every layer of the cache
-    has one place. Of any other kind, one model is tested once for each of its numerics, with ten
-    forwards over a dozen tokens. A fault that hooks may have caused is tested again when the
-    model's hooks change.
+    has one place. Any other model is tested once for each of its numerics, with ten forwards over a
+    dozen tokens. A fault that hooks may have caused is not remembered.
 
     Args:
         model: The target.
-        is_flat: Whether the blocks are flat; see `runner.flat`.
+        is_flat: Whether the blocks are flat; see `block.packed`.
 
     Returns:
         The fault, and what to do about it; each may be empty.
     """
     if compat.text_config(model).model_type in TRIED and facts_of(model).is_stock:
         return "", ""
-    state, key = state_of(model), (numerics_of(model), is_flat)
-    found, due_to = state.self_tests.get(key, (None, None))
-    alike = passed.setdefault(type(model), set())
-    if found is None and _kind(model, key) in alike:
-        found, due_to = state.self_tests[key] = "", None
-    if found is None or (due_to is not None and due_to != compat.hook_numbers(model)):
-        try:
-            state.needs_copies.discard(key)
-            found = fault(model, is_flat)
-            is_lasting = not found and key not in state.needs_copies
-            state.self_tests[key] = found, None if is_lasting else compat.hook_numbers(model)
-            if is_lasting and (kind := _kind(model, key)) is not None:
-                alike.add(kind)
-        except OSError as error:  # not the model's fault, and it may be over soon
-            return f"the self test failed: {error}", "call again"
-        except (RuntimeError, MemoryError):
-            return "there was no memory for the self test", "free some and call again"
+    tests, key = state_of(model).self_tests, (numerics_of(model), is_flat)
+    if key in tests:
+        return tests[key], ""
+    try:
+        found = fault(model, is_flat)
+    except OSError as error:  # not the model's fault, and it may be over soon
+        return f"the self test failed: {error}", "call again"
+    except (RuntimeError, MemoryError):
+        return "there was no memory for the self test", "free some and call again"
+    if not found or not (facts_of(model).is_hooked or watcher()):
+        tests[key] = found
     return found, ""
-
-
-def _kind(model: Any, key: Hashable) -> Hashable | None:
-    """Return what models share that share a verdict, None if a model may differ from its class."""
-    modules = list(model.named_modules(remove_duplicate=False))
-    facts = facts_of(model)
-    if facts.is_hooked or facts.has_odd_weights:
-        return None
-    if any("forward" in vars(module) for _, module in modules):
-        return None
-    return key, str(model.config.to_dict()), *((name, ref(type(each))) for name, each in modules)
-
-
-def keeps_bits_in_trees(model: Any, width: int) -> bool:
-    """Return whether a token has the same bits in any draft tree, in blocks of `width` tokens.
-
-    It has if our kernel does all attention, as one forward over a few tokens shows.
-    """
-    if compat.counts_positions(model) or not tree_attention.serves(model.device, width):
-        return False
-    tests, key = state_of(model).kernel_tests, numerics_of(model)
-    if key not in tests:
-        tests[key] = _is_all_by_kernel(model, width)
-    return tests[key]
-
-
-@torch.no_grad()
-def _is_all_by_kernel(model: Any, width: int) -> bool:
-    ids = torch.arange(PROMPT, device=model.device)[None]
-    runner = Runner(model, 1, BlockShape(width, width, by_kernel=True))
-    rows, counts = Rows(ids.to("cpu").numpy()), runner.by_kernel
-    with patched(model):
-        start(runner, ids)
-        rows.emit(0, PROMPT)
-        runner.launch(rows, DraftTree.empty(1))
-    assert counts is not None
-    return counts[True] >= len(runner.cache.slots.layers) and not counts[False]
 
 
 def fault(model: Any, is_flat: bool) -> str:
@@ -142,10 +92,6 @@ def fault(model: Any, is_flat: bool) -> str:
         # A CPU's allocator raises a plain RuntimeError, whose text alone tells.
         if isinstance(error, (RuntimeError, MemoryError)) and "memory" in f"{error!r}".lower():
             raise
-        copies, key = state_of(model).needs_copies, (numerics_of(model), is_flat)
-        if isinstance(error, RuntimeError) and key not in copies:
-            copies.add(key)  # the model may need K and V in one piece
-            return fault(model, is_flat)
         logger.info("the self test of %s failed, so it is not served", name, exc_info=True)
         return f"a block of tokens fails in {name}: {type(error).__name__}: {error}"
     logger.info("in its self test %s differed by %.2g standard deviations", name, difference)

@@ -24,11 +24,8 @@ class ModelState:
     lock: threading.RLock = field(default_factory=threading.RLock)
     warned: set[str] = field(default_factory=set)  # reasons for a fallback, quantised activations
     run_blocks: set[tuple[str, int, bool]] = field(default_factory=set)  # mode, tokens, if flat
-    # Results of self tests, empty for no fault, by `Numerics` and whether blocks were flat; with
-    # each the hooks that may have caused it, None if none may.
-    self_tests: dict[Hashable, tuple[str, frozenset[int] | None]] = field(default_factory=dict)
-    needs_copies: set[Hashable] = field(default_factory=set)  # contiguous K and V, likewise
-    kernel_tests: dict[Hashable, bool] = field(default_factory=dict)  # of attention, by numerics
+    # Results of self tests, empty for no fault, by `Numerics` and whether blocks were flat.
+    self_tests: dict[Hashable, str] = field(default_factory=dict)
     fixed_attention: set[int] | None = None  # ids of configurations whose attention must stay
     patch_users: set[object] = field(default_factory=set)  # calls in progress
     patches: list[Callable[[], None]] = field(default_factory=list)  # undo attributes of modules

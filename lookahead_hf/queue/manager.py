@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lookahead_hf.model.compat.batching import GenerationOutput
+from lookahead_hf.model.compat.generation import GenerationOutput
 from lookahead_hf.ngram_pool.compilation import drafting
 from lookahead_hf.queue.request import request_state
 from lookahead_hf.queue.scheduler import Engine

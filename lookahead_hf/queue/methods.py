@@ -21,7 +21,7 @@ from lookahead_hf.call.arguments import check_name, wanted
 from lookahead_hf.call.prepared import Request
 from lookahead_hf.config import SpeculativeConfig, check_int
 from lookahead_hf.fallback import FallbackReason, Unserved
-from lookahead_hf.model.compat.batching import GenerationOutput, WorkloadHints, bytes_per_token
+from lookahead_hf.model.compat.generation import GenerationOutput, WorkloadHints, bytes_per_token
 from lookahead_hf.queue.manager import SpeculativeBatchingManager
 from lookahead_hf.queue.request import OBJECTS, RequestBuilder, request_state, text_ids
 from lookahead_hf.queue.scheduler import Engine

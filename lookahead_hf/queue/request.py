@@ -13,22 +13,18 @@ from transformers import StoppingCriteriaList
 
 from lookahead_hf.call import admission
 from lookahead_hf.call.admission import Purpose
-from lookahead_hf.call.emitter import build_emitter
-from lookahead_hf.call.outputs import RequestedOutputs
+from lookahead_hf.call.emitter import ColumnStream, RequestedOutputs, build_emitter
 from lookahead_hf.call.prepared import PreparedCall, Request
 from lookahead_hf.call.stopping import knows_criterion, with_stop_strings
-from lookahead_hf.call.streaming import ColumnStream
 from lookahead_hf.config import check_int, drafter_name
 from lookahead_hf.engines.cuda.graphs import WORTHWHILE
 from lookahead_hf.fallback import FallbackReason, Unserved, check_settings
-from lookahead_hf.generation.assembly import build_drafters
+from lookahead_hf.generation.decode import build_drafters
 from lookahead_hf.logits.constraints import Constraint
 from lookahead_hf.logits.row_processors import knows_processor
-from lookahead_hf.model import compat, limits
-from lookahead_hf.model.compat.batching import GenerationOutput, RequestState
-from lookahead_hf.runner import engines
-from lookahead_hf.runner.engines import StepOptions
-from lookahead_hf.runner.host import Runner
+from lookahead_hf.model import compat
+from lookahead_hf.model.compat.generation import GenerationOutput, RequestState
+from lookahead_hf.runner.host import Runner, StepOptions, choose
 from lookahead_hf.stats import SpeculativeStats
 from lookahead_hf.verification import select
 from lookahead_hf.verification.rng import OwnGenerators
@@ -262,7 +258,7 @@ class RequestBuilder:
             Exception: Whatever `generate` raises about its arguments.
         """
         call = self._prepared(job)
-        limit, last = limits.most_positions(self.model), call.generation_config.max_length - 1
+        limit, last = compat.most_positions(self.model), call.generation_config.max_length - 1
         if limit is not None and last > limit:
             detail = f"positions up to {last}, where those of the model change or end at {limit}"
             raise Unserved(FallbackReason.MODEL, detail)
@@ -349,7 +345,7 @@ class RequestBuilder:
             compiled_layers=config.compiled_layers,
             cuda_graphs=config.cuda_graphs,
         )
-        runner = engines.choose(select.engine_of(self.model.device), options)
+        runner = choose(select.engine_of(self.model.device), options)
         if max_batch_tokens is not None:
             fits, most = max_batch_tokens // num_rows - 1, runner.most_nodes
             runner.most_nodes = fits if most is None else min(most, fits)

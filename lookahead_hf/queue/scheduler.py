@@ -13,11 +13,11 @@ import torch
 
 from lookahead_hf import stats
 from lookahead_hf.block.layout import PromptState
-from lookahead_hf.cache.texts import TextCache
+from lookahead_hf.cache.adopt import TextCache
 from lookahead_hf.call.prepared import PreparedCall
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.model import compat
-from lookahead_hf.model.compat.batching import GenerationOutput, RequestState, RequestStatus
+from lookahead_hf.model.compat.generation import GenerationOutput, RequestState, RequestStatus
 from lookahead_hf.queue.request import (
     QueuedRequest,
     RequestBuilder,
@@ -26,7 +26,6 @@ from lookahead_hf.queue.request import (
     text_ids,
 )
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner import non_finite
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.outputs import StepOutputs
 from lookahead_hf.runner.prefill import prefill
@@ -220,7 +219,7 @@ class Prompts:
         self._texts.free(row)
         self._texts.slots.reserve(len(prompt_ids))
         # A mask does not hold back NaN that the row's last text may have left.
-        non_finite.clear(self._texts.slots, [row])
+        self._texts.slots.clear([row])
         self.reading[row] = prompt_ids
 
     def launch(self, rows: Rows, draft: DraftTree) -> StepOutputs:

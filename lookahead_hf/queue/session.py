@@ -18,13 +18,12 @@ from lookahead_hf.drafting.session import DraftSession, Limits
 from lookahead_hf.engines.cuda.decision import OnDevice, OnHost
 from lookahead_hf.engines.cuda.runner import CudaRunner
 from lookahead_hf.fallback import Unserved
-from lookahead_hf.generation.assembly import build_drafters
-from lookahead_hf.generation.decode import run
+from lookahead_hf.generation.decode import build_drafters, run
 from lookahead_hf.generation.recorder import StatsRecorder
 from lookahead_hf.generation.session import Session
 from lookahead_hf.logits.constraints import find_constraint
 from lookahead_hf.model import compat
-from lookahead_hf.model.compat.batching import RequestStatus
+from lookahead_hf.model.compat.generation import RequestStatus
 from lookahead_hf.queue.request import KeptScores, QueuedRequest, write_alone
 from lookahead_hf.queue.scheduler import Engine, Prompts
 from lookahead_hf.rows import Rows

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lookahead_hf.block import tree_attention
-from lookahead_hf.block.block import Block, read_mask
-from lookahead_hf.block.flat import FlatBlock
+from lookahead_hf import kernels
+from lookahead_hf.block.block import Block, Held, kernel_serves, read_mask
+from lookahead_hf.block.packed import PackedBlock
 from lookahead_hf.model import compat
 from lookahead_hf.model.facts import facts_of
 from lookahead_hf.runner import watch
@@ -78,7 +78,7 @@ def _replaced(model: nn.Module) -> tuple[str, ...]:
     own = own_name(compat.text_config(model))
     if own and compat.is_flash(compat.attention_function(own)):
         return ("sdpa", own)
-    if not any(tree_attention.serves(device, 1) for device in facts_of(model).devices):
+    if not any(kernel_serves(device, 1) for device in facts_of(model).devices):
         return ("sdpa",)
     return SERVED if compat.has_only_flash_beside_eager(model) else ("sdpa",)
 
@@ -130,7 +130,7 @@ def _ours(name: str) -> Callable[..., Any]:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         context = current()
         kwargs |= {"dropout": dropout, "scaling": scaling}
-        if context is None or not isinstance(context.block, FlatBlock):
+        if context is None or not isinstance(context.block, PackedBlock):
             return _attend(context, name, module, kwargs, query, key, value, attention_mask)
         attend = partial(_attend, context, name, module, kwargs)
         return context.block.attend(attention_mask, query, key, value, attend), None
@@ -161,7 +161,7 @@ def _attend(
     if context is not None and is_stock and kwargs.get("position_bias") is None:
         block = context.block
         if isinstance(block, Block) and block.for_kernel and not (function and has_more):
-            out = _by_kernel(context, block, mask, query, key, value, kwargs)
+            out = _by_kernel(block, mask, query, key, value, kwargs)
             if out is not None:
                 return out, None
         mask = read_mask(mask)
@@ -169,8 +169,8 @@ def _attend(
             groups = query.shape[1] // key.shape[1]
             mask = None if mask is None else _folded(context, mask, groups)
             out = fold(query, key, value, mask, groups, kwargs["scaling"])
-            # A flat block copies it into another order anyway.
-            return (out if isinstance(block, FlatBlock) else out.contiguous()), None
+            # A packed block copies it into another order anyway.
+            return (out if isinstance(block, PackedBlock) else out.contiguous()), None
     original = function or compat.eager_attention(module)
     is_replaced = context is not None and function is not None and not is_stock
     if is_replaced and mask is not None and mask.dtype != torch.bool:
@@ -198,7 +198,6 @@ def _folded(context: ForwardContext, mask: torch.Tensor, groups: int) -> torch.T
 
 
 def _by_kernel(
-    context: ForwardContext,
     block: Block,
     mask: torch.Tensor | None,
     query: torch.Tensor,
@@ -207,17 +206,13 @@ def _by_kernel(
     kwargs: dict[str, Any],
 ) -> torch.Tensor | None:
     """Attend by the kernel; None if it cannot or is slower. It returns no attention weights."""
-    counts, out = context.by_kernel, None
-    asked = tree_attention.is_faster if counts is None else tree_attention.can_attend
-    if not kwargs.get("output_attentions"):
-        kind = None if mask is None else block.kind_of(mask)
-        held = None if kind is None else block.held[kind]
-        if held is not None and held.kind.chunk is None and asked(query, key, value):
-            more = kwargs["scaling"], kwargs.get("softcap"), kwargs.get("s_aux")
-            out = tree_attention.attend(block, held, query, key, value, *more)
-    if counts is not None:
-        counts[out is not None] += 1
-    return out
+    kind = None if mask is None else block.kind_of(mask)
+    if kind is None or block.held[kind].kind.chunk is not None:
+        return None
+    if not kernel_is_faster(query, key, value):
+        return None
+    more = kwargs["scaling"], kwargs.get("softcap"), kwargs.get("s_aux")
+    return attend_by_kernel(block, block.held[kind], query, key, value, *more)
 
 
 def _folds(
@@ -257,3 +252,80 @@ def fold(
         scale=scaling,
     )
     return out.reshape(rows, heads, width, -1).transpose(1, 2)
+
+
+_LEAST_SLOTS = 512
+"""Below this many slots, splitting the keys over programs does not pay."""
+
+_MANY_SLOTS = 1024
+"""From this many slots on the kernel serves any number of rows: it reads what each row holds, while
+torch reads all slots of every row, and the mask."""
+
+_ROWS_PER_PROGRAM = 64
+"""Query rows of one program of torch's memory-efficient attention."""
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def kernel_is_faster(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return whether the kernel attends faster than torch.
+
+    Torch's attention under a mask reads all keys of 64 query rows in one program. If that leaves
+    processors of the GPU idle, the kernel is faster, because it splits the keys. With many slots it
+    is, too, because it reads only what each row holds. Shapes alone decide, so that a text has the
+    same bits whatever else the machine does. If LOOKAHEAD_HF_BACKEND asks for Triton, the kernel
+    always serves.
+
+    Args:
+        query: [rows, heads, width, dim].
+        key: [rows, kv_heads, slots, dim].
+        value: [rows, kv_heads, slots, v_dim].
+    """
+    if max(query.shape[3], value.shape[3]) > kernels.MAX_HEAD_DIM or query.dtype not in _DTYPES:
+        return False
+    # Triton's interpreter multiplies the bit patterns of bfloat16.
+    if query.device.type == "cpu" and query.dtype == torch.bfloat16:
+        return False
+    if kernels.is_asked_for():
+        return True
+    rows, heads, width, _ = query.shape
+    kv_heads, slots, _ = value.shape[1:]
+    folded = heads // kv_heads * width
+    programs = rows * kv_heads * -(-folded // _ROWS_PER_PROGRAM)
+    if slots >= _MANY_SLOTS:
+        return True
+    return slots >= _LEAST_SLOTS and programs < _processors(query.device)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def attend_by_kernel(
+    block: Block,
+    held: Held,
+    query: torch.Tensor,  # [rows, heads, width, dim]
+    key: torch.Tensor,  # [rows, kv_heads, slots, dim]
+    value: torch.Tensor,  # [rows, kv_heads, slots, v_dim]
+    scaling: float | None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,  # [heads]
+) -> torch.Tensor:  # [rows, width, heads, v_dim]
+    """Attend as under the block's mask, without reading it, in layers that hold `held`."""
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
+    window = held.kind.window or 0
+    return kernels.tree_attention(
+        q,
+        k,
+        v,
+        held.lengths,
+        block.words,
+        query.shape[3] ** -0.5 if scaling is None else scaling,
+        window=window,
+        columns=held.columns if window else None,
+        pads=held.offsets,
+        softcap=softcap or 0.0,
+        sinks=sinks,
+        by_length=block.by_length,
+    )

@@ -1,9 +1,8 @@
-"""State of the forward that this thread is running."""
+"""State of the forward that this thread is running, and changes that forwards share."""
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -11,11 +10,62 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lookahead_hf.runner.install import shared_change
-
 if TYPE_CHECKING:
     from lookahead_hf.block.block import Block
-    from lookahead_hf.block.flat import FlatBlock
+    from lookahead_hf.block.packed import PackedBlock
+
+
+_lock = threading.RLock()
+
+
+@contextmanager
+def shared_change(
+    users: set[object], make: Callable[[], None], undo: Callable[[], None]
+) -> Iterator[None]:
+    """Make a change while at least one call is inside, and undo it when the last one leaves.
+
+    An interrupt at any line leaves things as they were found.
+
+    Args:
+        users: The calls inside, kept where all calls on the shared object find it.
+        make: Applies the change.
+        undo: Reverts it. Both must be idempotent.
+    """
+    user = object()
+
+    def leave() -> None:
+        with _lock:
+            users.discard(user)
+            if not users:
+                undo()
+
+    try:
+        try:
+            with _lock:
+                users.add(user)
+                make()
+            yield
+        finally:
+            leave()
+    finally:
+        leave()  # again: an interrupt may have broken off the first
+
+
+SetOwn = Callable[[Any, str, Any], None]
+"""Gives one module object an attribute of its own: the module, the name, and the attribute."""
+
+
+def set_own(undo: list[Callable[[], None]], module: Any, name: str, function: Any) -> None:
+    """Give one module object an attribute of its own, and add to `undo` what removes it."""
+    own = vars(module)
+    found = {name: own[name]} if name in own else {}
+
+    def take_away() -> None:
+        own.pop(name, None)
+        own.update(found)
+
+    undo.append(take_away)  # first, for interrupts
+    own[name] = function
 
 
 @dataclass(slots=True, eq=False)
@@ -25,15 +75,12 @@ class ForwardContext:
     Attributes:
         block: What the tokens of the forward see.
         mixers: Forwards of the mixers, by the id of the mixer.
-        by_kernel: Counts attentions by whether our kernel did them, if it attends wherever it can;
-            None if it attends only where it is faster.
         layers: The step in which an engine computes layers, in the engine's own form.
         made: Results that the layers of this forward share.
     """
 
-    block: Block | FlatBlock | None = None
+    block: Block | PackedBlock | None = None
     mixers: Mapping[int, Callable[..., Any]] = field(default_factory=dict)
-    by_kernel: Counter[bool] | None = None
     layers: Any = None
     made: dict[Any, Any] = field(default_factory=dict)
 

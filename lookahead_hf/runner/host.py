@@ -1,53 +1,26 @@
-"""Runs the steps of one call: blocks of draft tokens, kept or rolled back."""
+"""Runs the steps of one call, by an engine or by the model's own code: kept or rolled back."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from lookahead_hf.block.flat import FlatBlock
 from lookahead_hf.block.layout import BlockLayout, BlockShape, Inputs, PromptState
+from lookahead_hf.block.packed import PackedBlock
 from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.cache.slots import ColumnCache
 from lookahead_hf.call import execution, optional
 from lookahead_hf.draft import DraftTree, Verdict, place_in_row
-from lookahead_hf.model import compat, facts
+from lookahead_hf.model import compat
 from lookahead_hf.model.facts import facts_of
 from lookahead_hf.model.state import state_of
+from lookahead_hf.ngram_pool import compilation
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner import non_finite
 from lookahead_hf.runner.forward import ForwardContext, running
-from lookahead_hf.runner.outputs import StepOutputs
-
-
-class LayerSteps(Protocol):
-    """How an engine computes a model's layers in the steps of one call.
-
-    Attributes:
-        is_used: Whether it computed layers in the latest step, or will in the first one.
-        counts: Layers of the latest step by how they ran, as in `SpeculativeStats`.
-        reasons: Why layers ran their own code so far, values of `execution`.
-        reads_prompts: Whether it is to read prompts, too.
-        most_tokens: Most tokens of a block that it computes.
-    """
-
-    is_used: bool
-    counts: dict[str, int]
-    reasons: set[str]
-    reads_prompts: bool
-    most_tokens: int
-
-    def renewed(self) -> LayerSteps:
-        """Return the steps of the same call for weights that may have changed."""
-
-    def leave_prompt(self) -> None:
-        """Note that the model's own code reads the prompt."""
-
-    def run(self, forward: Callable[[], Any]) -> Any:
-        """Run a forward; `forward` may be called twice."""
+from lookahead_hf.runner.outputs import Scoring, StepOutputs
 
 
 class Runner:
@@ -59,12 +32,11 @@ class Runner:
         num_fed: Tokens that the model was fed, padding included.
         step_tokens: Those that steps have fed for each row, [rows] int64; where blocks are padded,
             live rows have equal shares of all tokens.
-        by_kernel: Counts attentions by whether our kernel did them, if the shape of blocks asks for
-            it everywhere; else None.
         only_chains: Whether drafts must be chains, because of recurrent states.
         recurrent: The layers with such states, None without any or before the prompt.
-        is_flat: Whether blocks are flat, see `runner.flat`.
-        steps: How an engine computes the layers, None for their own code.
+        is_flat: Whether blocks are flat, see `block.packed`.
+        steps: How an engine computes the layers, such as its `CompiledSteps`, None for
+            their own code.
         own_code: Why the model's own code runs all layers, beside the reasons of `steps`.
         beginning: What steps go on from, None before the prompt was run.
     """
@@ -79,7 +51,7 @@ class Runner:
         model: Any,
         num_rows: int,
         shape: BlockShape | None = None,
-        steps: LayerSteps | None = None,
+        steps: Any = None,
         flat: bool = False,
     ) -> None:
         """Prepare for one call.
@@ -95,7 +67,6 @@ class Runner:
         self.num_rows = num_rows
         self.beginning: PromptState | None = None
         self._shape = shape
-        self.by_kernel = Counter[bool]() if shape is not None and shape.by_kernel else None
         self.is_flat = flat
         self.steps = steps
         self.step_tokens, self._is_nan_alone = (
@@ -112,10 +83,7 @@ class Runner:
     def begin(self, beginning: PromptState) -> None:
         """Go on behind prompts."""
         self.beginning, self._names = beginning, beginning.names
-        slots, copies = beginning.cache.slots, state_of(self.model).needs_copies
-        slots.extent.copies = (
-            bool(copies) and (facts.numerics_of(self.model), self.is_flat) in copies
-        )
+        slots = beginning.cache.slots
         if self._shape is not None:
             slots.fix(slots.longest + self._shape.capacity)
         if self.only_chains:
@@ -211,14 +179,14 @@ class Runner:
         return step
 
     def fed_tokens(self, rows: Rows) -> list[np.ndarray]:
-        """Return the tokens that a flat block feeds before a draft: each live row's last one."""
+        """Return the tokens that a packed block feeds before a draft: each live row's last one."""
         last, live = rows.last_tokens, rows.live.tolist()
         return [last[r : r + 1] if live[r] else last[:0] for r in range(len(live))]
 
     def run(
         self, fed: Sequence[np.ndarray], draft: DraftTree, is_prompt: bool = False
     ) -> StepOutputs:
-        """Run a flat block: any tokens of any rows, of prompts or behind them.
+        """Run a packed block: any tokens of any rows, of prompts or behind them.
 
         All fed tokens of a row but the last are kept in the cache at once. `commit` keeps the last
         one with the accepted path if the row emits a token. If it emits none because its prompt
@@ -256,8 +224,8 @@ class Runner:
         num_tokens = ids.numel()
         experts = compat.set_up_for_step(self.model, *ids.shape)
         mixers = {} if self.recurrent is None else self.recurrent.forwards
-        flat = block if isinstance(block, FlatBlock) else None
-        context = ForwardContext(block, mixers, self.by_kernel)
+        flat = block if isinstance(block, PackedBlock) else None
+        context = ForwardContext(block, mixers)
         steps = None if is_prompt else self.steps
 
         def run() -> Any:
@@ -284,7 +252,7 @@ class Runner:
 
     def repeat_without_draft(self, rows: Rows) -> StepOutputs:
         """Run a step again without its draft, in cleared slots."""
-        non_finite.clear(self.cache.slots)
+        self.cache.slots.clear()
         step = self.launch(rows, DraftTree.empty(self.num_rows))
         self._is_nan_alone |= step.count_nan() > 0
         self._is_repeat = True
@@ -345,3 +313,51 @@ class Runner:
         if self.recurrent is not None:
             self.recurrent.keep(counts)
         self.cache.slots.lengths += counts
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """What a call asks of its steps.
+
+    Attributes:
+        model: The target.
+        num_rows: Rows of the batch.
+        num_new: Most new tokens of a row.
+        takes_flat: Returns whether blocks may be flat, given whether kernels read prompts.
+        shape: The shape of every block, None to fit each draft.
+        compiled_layers: As in `SpeculativeConfig`, and so is `cuda_graphs`.
+        is_alone: Whether no other process runs parts of the forwards.
+        observes: Whether the call reads further outputs of the forwards.
+        decides: Whether the device is to choose the tokens.
+        scoring: What it makes of the logits to choose by, None to choose the likeliest tokens.
+    """
+
+    model: Any
+    num_rows: int
+    num_new: int
+    takes_flat: Callable[[bool], bool]
+    shape: BlockShape | None = None
+    compiled_layers: bool | str = True
+    cuda_graphs: bool | str = "auto"
+    is_alone: bool = True
+    observes: bool = False
+    decides: bool = True
+    scoring: Scoring | None = None
+
+
+def choose(name: str, options: StepOptions) -> Runner:
+    """Return the runner of a call, from the engine of that name if it serves the call."""
+    engine = optional.find(name)
+    misses_engine = engine is None and name in optional.MODULES
+    runner: Runner | None = None if engine is None else engine.runner(options)
+    if runner is None:
+        is_flat = options.takes_flat(False)
+        runner = Runner(options.model, options.num_rows, options.shape, flat=is_flat)
+        runner.own_code = (execution.NO_ENGINE,) if misses_engine else ()
+    return runner
+
+
+def groups_of(model: Any) -> list[compilation.Functions]:
+    """Return the compiled functions that calls on a model need, in the order of need."""
+    engine = optional.find("cpu") if model.device.type == "cpu" else None
+    return [compilation.drafting] if engine is None else engine.groups_of(model)

@@ -1,4 +1,4 @@
-"""The outputs of a step, and the scores that a device chooses its tokens from."""
+"""The outputs of a step, their copies to the host, and what a device chooses its tokens from."""
 
 from __future__ import annotations
 
@@ -10,9 +10,99 @@ import numpy as np
 import torch
 
 from lookahead_hf.draft import DraftTree
+from lookahead_hf.kernels import RowScan
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner import non_finite
-from lookahead_hf.runner.transfer import HostCopy, PendingCopy
+
+
+class PendingCopy:
+    """A tensor on its way to the host."""
+
+    def __init__(self, tensor: torch.Tensor, copy: HostCopy) -> None:
+        self.tensor, self._copy = tensor, copy
+        self.bytes: torch.Tensor | None = None  # on the host
+        self.arrived: Any = None  # the event behind their copy, where that has to be waited for
+
+    def take(self) -> np.ndarray:
+        """Wait for the device and return the tensor on the host."""
+        if self.bytes is None:
+            self._copy.send()
+        assert self.bytes is not None
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.bytes.numpy().view(_NUMPY[self.tensor.dtype]).reshape(self.tensor.shape)
+
+
+class HostCopy:
+    """Brings tensors of one device to the host, those that are sent together in one copy.
+
+    The decision of a step is sent at once, and the search for the best tokens is launched behind
+    it: the host reads the first while the device computes the second.
+
+    Attributes:
+        scan: The step's own pass over its logits, for `topk_rows`.
+        walk: `TreeWalk.packed` of the step, None if the device does not walk.
+        num_nodes: Drafted nodes of each row on the device, [rows]; valid until the next step.
+    """
+
+    def __init__(
+        self,
+        scan: RowScan | None = None,
+        walk: torch.Tensor | None = None,
+        num_nodes: torch.Tensor | None = None,
+    ) -> None:
+        self.scan, self.walk, self.num_nodes = scan, walk, num_nodes
+        self._waiting: list[PendingCopy] = []
+
+    def add(self, tensor: torch.Tensor) -> PendingCopy:
+        """Add a tensor to the next copy, with its content at that time."""
+        pending = PendingCopy(tensor, self)
+        self._waiting.append(pending)
+        return pending
+
+    def send(self) -> None:
+        """Start to copy everything added since the last time, without waiting for it."""
+        if not self._waiting:
+            return
+        waiting, self._waiting = self._waiting, []
+        parts = [pending.tensor.contiguous().view(-1).view(torch.uint8) for pending in waiting]
+        data = parts[0] if len(parts) == 1 else torch.cat(parts)
+        host, arrived = _start_copy(data)
+        for pending, piece in zip(waiting, host.split([len(part) for part in parts]), strict=True):
+            pending.bytes, pending.arrived = piece, arrived
+
+
+def _start_copy(data: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """Start a copy to the host; return its target and the event to wait for, if any."""
+    host = data.to("cpu", non_blocking=True)  # into pinned memory, which torch allocates itself
+    if not data.is_cuda:
+        return host, None
+    arrived = torch.cuda.Event()
+    arrived.record(torch.cuda.current_stream(data.device))
+    return host, arrived
+
+
+def pinned(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Return a host tensor of an array from which a copy to the device waits for nothing.
+
+    torch keeps the pinned memory until a `non_blocking` copy has read it. A copy from other memory
+    waits for all earlier launches.
+    """
+    source = torch.from_numpy(array)
+    return source.pin_memory() if device.type == "cuda" else source
+
+
+_NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float32}
+"""Types of tensors that can be brought to the host."""
+
+
+_NUM_SAMPLED = 8
+"""Sampled logits of a token; one NaN in its hidden states makes all of them NaN."""
+
+
+def has_nan(logits: torch.Tensor) -> torch.Tensor:
+    """Count NaN in a sample of the logits, [rows, width, vocab], of each row: [rows] int64."""
+    sample = logits[:, :, :: max(1, logits.shape[2] // _NUM_SAMPLED)]
+    return (sample != sample).sum((1, 2))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +122,7 @@ class StepOutputs:
 
     def count_nan(self) -> np.ndarray:
         """Count NaN in a sample of the logits of each row, [rows]."""
-        return non_finite.has_nan(self.logits).cpu().numpy()
+        return has_nan(self.logits).cpu().numpy()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,7 +109,7 @@ def _take_over(
 
 
 def _may_be_fed(runner: Runner, call: PreparedCall, passed: Mapping[str, Any]) -> bool:
-    """Return whether prompts are to be read in flat blocks instead of a padded batch.
+    """Return whether prompts are to be read in packed blocks instead of a padded batch.
 
     The block fills a cache of our own, which holds nothing for pads, so the caller must not see the
     cache. No window may be shorter than the prompt: it would move while the prompt is read.

@@ -26,7 +26,7 @@ from lookahead_hf.drafting.drafter import Drafter, Step, Traits
 from lookahead_hf.model import compat
 from lookahead_hf.model.state import state_of
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner.transfer import pinned
+from lookahead_hf.runner.outputs import pinned
 from lookahead_hf.sources.assistant.growth import (
     NUM_BUCKETS,
     Growth,

@@ -13,7 +13,7 @@ from lookahead_hf.draft import DraftTree
 from lookahead_hf.logits.row_processors import SCORES_ONLY
 from lookahead_hf.logits.warpers import TopKThenP, banned, joined
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner.transfer import pinned
+from lookahead_hf.runner.outputs import pinned
 
 _SCORES_ONLY = SCORES_ONLY - {
     hf.BarkEosPrioritizerLogitsProcessor,

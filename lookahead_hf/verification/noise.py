@@ -12,7 +12,7 @@ import math
 import numpy as np
 import torch
 
-from lookahead_hf.runner.transfer import pinned
+from lookahead_hf.runner.outputs import pinned
 from lookahead_hf.verification.rng import Replay, SavedGenerator, refuse_unless
 
 

@@ -21,7 +21,7 @@ import torch
 from lookahead_hf import kernels
 from lookahead_hf.draft import DraftTree, place_in_row
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner.transfer import pinned
+from lookahead_hf.runner.outputs import pinned
 from lookahead_hf.verification.node_processors import NodeProcessors, admits
 from lookahead_hf.verification.rng import refuse_unless
 from lookahead_hf.verification.walk import Choice, Decide, DecideStep, Rules, along

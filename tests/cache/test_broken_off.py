@@ -33,7 +33,7 @@ class Bomb(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("at", [1, 3])
+@pytest.mark.parametrize("at", [1, 2])
 @pytest.mark.parametrize("name", ["mistral", "llama"])
 def test_a_cache_that_is_taken_over_in_part_is_put_back(
     name: str, at: int, monkeypatch: pytest.MonkeyPatch
@@ -68,7 +68,7 @@ def test_a_cache_of_the_callers_is_handed_back_whole(
     mask = torch.ones(2, 52, dtype=torch.long)
     first = {**call, "attention_mask": mask[:, :12], "max_new_tokens": 40}
     plain = model.generate(ids, **first)
-    for at in (4, 7, 10):
+    for at in (2, 4):
 
         def breaks_off(self: SlotGroup, slots: int, at: int = at) -> None:
             with Bomb(error, at):

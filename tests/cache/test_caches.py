@@ -27,12 +27,6 @@ class OwnCache(DynamicCache):
     """A subclass may do anything."""
 
 
-def test_attentions_over_a_static_cache_are_left_to_plain() -> None:
-    shown = {"return_dict_in_generate": True, "output_attentions": True}
-    call = {"cache_implementation": "static", **shown}
-    refused(tiny("llama", "eager"), FallbackReason.CACHE, "room", **call)
-
-
 @pytest.mark.parametrize(
     ("name", "detail", "make", "error"),
     [

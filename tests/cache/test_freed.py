@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -14,13 +13,10 @@ import torch
 
 import lookahead_hf
 from lookahead_hf.cache.slots import SlotCache
-from lookahead_hf.engines.cuda import graphs
 from lookahead_hf.kernels import PathTable
-from tests.helpers.caches import CACHE
 from tests.helpers.calls import padded
 from tests.helpers.compared import speculated
-from tests.helpers.device import on_device, taped
-from tests.helpers.fakes import Recorder
+from tests.helpers.device import on_device
 from tests.helpers.models import tiny
 from tests.helpers.scripted import RandomTrees, continuations, scripted
 from tests.helpers.slots import cache_of
@@ -100,46 +96,6 @@ def test_a_call_leaves_nothing_behind(
     assert max(peaks) < 1.2 * peaks[0]  # the drafts differ
     if where is not on_device:
         assert min(peaks) > left[0] and left == left[:1] * 3
-
-
-def test_an_output_keeps_no_more_than_its_cache() -> None:
-    model, inputs = lookahead_hf.enable(tiny("llama")), padded("left", 2, 16)
-    config = drafting(model, inputs)
-    call = {**GREEDY, "return_dict_in_generate": True}
-    with uncollected():
-        output = model.generate(**inputs, **call, speculative=config)
-        assert caches() == []
-        gone = weakref.ref(output[CACHE])
-        del output
-        assert gone() is None
-
-
-def test_a_call_that_was_broken_off_leaves_nothing_behind() -> None:
-    model, inputs = lookahead_hf.enable(tiny("gemma3")), padded("left", 2, 16)
-    config = drafting(model, inputs)
-
-    def broken_off() -> None:
-        with pytest.raises(ConnectionError):
-            model.generate(**inputs, **GREEDY, speculative=config, streamer=Recorder(30))
-
-    broken_off()
-    with uncollected():
-        before = live_bytes()
-        broken_off()
-        assert caches() == []
-        assert live_bytes() == before
-
-
-def test_graphs_that_are_freed_take_their_cache_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "WIDTHS", (16, 1))
-    model, inputs = lookahead_hf.enable(tiny("llama")), padded("left", 2, 16)
-    config = drafting(model, inputs, cuda_graphs=True)
-    with taped(monkeypatch), uncollected():
-        model.generate(**inputs, **GREEDY, speculative=config)
-        assert speculated(model).execution == "replayed"
-        assert len(caches()) == 1
-        lookahead_hf.disable(model)
-        assert caches() == []
 
 
 def test_a_cache_that_grows_holds_one_layer_twice() -> None:

@@ -31,18 +31,6 @@ def test_the_newest_tokens_of_every_row_stand_in_order(
         assert group.capacity < 40
 
 
-@pytest.mark.parametrize("counts", [[2, 2], [2, 0], [1, 2]])
-def test_a_flat_block_is_written_behind_each_rows_length(counts: list[int]) -> None:
-    cache = cache_of(None, [3, 3])
-    cache.place(np.array(counts), is_flat=True)
-    tokens = [3 + place for count in counts for place in range(count)]
-    states = torch.tensor(tokens, dtype=torch.float32)[None, None, :, None].expand(-1, 1, -1, 2)
-    cache.layers[0].update(states, states)
-    store = cache.each_group()[0].layers[0].k_store
-    for row, count in enumerate(counts):
-        assert store[row, : 3 + count, 0, 0].tolist() == list(range(3 + count))
-
-
 def test_a_row_that_may_be_handed_back_keeps_what_the_slowest_sees() -> None:
     cache = cache_of(7, [10, 10])
     cache.extent.starts = cache.lengths.copy()

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import lookahead_hf
 from lookahead_hf.call import admission
 from lookahead_hf.call.admission import Purpose
 from lookahead_hf.fallback import FallbackReason, Unserved
 from tests.helpers.architectures import build
 from tests.helpers.models import tiny
-
-PACKAGE = Path(lookahead_hf.__file__).parent
-OFFERED = {"admit", "admit_call", "model_takes_flat", "on_device", "takes_flat"}
 
 
 def refusal(model: object, purpose: Purpose) -> FallbackReason | None:
@@ -58,10 +52,3 @@ def test_inputs_that_another_object_prepares_are_refused() -> None:
     model.prepare_inputs_for_generation = Prepares(model).prepare_inputs_for_generation
     with pytest.raises(Unserved, match=r"Prepares prepares its inputs.*\[adapter\]"):
         admission.admit(model, Purpose.CALL)
-
-
-def test_callers_make_no_lists_of_their_own() -> None:
-    used: set[str] = set()
-    for path in PACKAGE.rglob("*.py"):
-        used.update(re.findall(r"\badmission\.(\w+)\(", path.read_text()))
-    assert used == OFFERED

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig, GenerationMixin
+from transformers import GenerationConfig
 
 import lookahead_hf
 from lookahead_hf.call.arguments import GenerateArguments, read_prediction
@@ -90,43 +88,11 @@ def test_ids_that_the_model_does_not_have() -> None:
     served(model)
 
 
-@pytest.mark.parametrize(
-    ("name", "fix"),
-    [
-        ("speculativ", "did you mean speculative=?"),
-        ("predictions", "did you mean prediction=?"),
-        ("drafters", "pass speculative=SpeculativeConfig(drafters=...)"),
-        ("max_draft_node", "pass speculative=SpeculativeConfig(max_draft_nodes=...)"),
-    ],
-)
-def test_a_misspelt_argument_of_ours(name: str, fix: str) -> None:
-    model = lookahead_hf.enable(tiny("llama"))
-    with pytest.raises(ValueError, match=re.escape(f"generate has no argument '{name}': {fix}")):
-        model.generate(prompt(), max_new_tokens=4, **{name: 3})
-    with pytest.raises(ValueError, match="did you mean speculative"):
-        lookahead_hf.generate(model, prompt(), max_new_tokens=4, speculatve=True)
-
-
 @pytest.mark.parametrize("name", ["max_new_token", "temperatur", "nonsense"])
 def test_a_misspelt_argument_of_transformers_is_left_to_it(name: str) -> None:
     model = lookahead_hf.enable(tiny("llama"))
     with pytest.raises(ValueError, match="not used by the model"):
         model.generate(prompt(), speculative=True, **{name: 3})
-
-
-def test_an_argument_of_the_model_may_resemble_ours() -> None:
-    class Traced(type(tiny("llama"))):  # type: ignore[misc]
-        def forward(self, input_ids: Any = None, traces: Any = None, **more: Any) -> Any:
-            return super().forward(input_ids, **more)
-
-    model = lookahead_hf.enable(tiny("llama"))
-    model.__class__ = Traced
-    assert model.generate(prompt(), max_new_tokens=4, traces=3).shape == (1, 16)
-
-
-def arguments(*args: Any, **kwargs: Any) -> GenerateArguments:
-    model = tiny("llama")
-    return GenerateArguments(model, model.generate, args, kwargs)
 
 
 @pytest.mark.parametrize("fixed", [False, True])
@@ -156,9 +122,3 @@ def test_settings_equal_what_generate_prepares() -> None:
         GenerateArguments(model, model.generate, (), {"num_beams": None}).setting("num_beams")
         is None
     )
-
-
-def test_stock_names_are_those_of_generate() -> None:
-    given = arguments(*range(11)).given
-    assert list(given.values()) == list(range(11))
-    assert list(given) == list(inspect.unwrap(GenerationMixin.generate).__code__.co_varnames[1:12])

@@ -151,22 +151,6 @@ def test_with_an_assistant_plain_generate_drafts_with_it(monkeypatch: pytest.Mon
     assert runs[0] > 0
 
 
-def test_pictures_are_read_once(llava: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    model, processor = llava
-    from PIL import Image
-
-    picture = Image.new("RGB", (16, 16), (120, 40, 200))
-    inputs = processor(images=picture, text="#ab", return_tensors="pt")
-    monkeypatch.setattr(admission, "_check_capacity", refuses)
-    with lookahead_hf.enabled(model), counted(model.model.vision_tower) as runs:
-        with pytest.raises(ValueError, match="no drafter 'ngrams'"):
-            model.generate(**inputs, **SETTINGS, speculative={"drafters": ["ngrams"]})
-        assert runs == [0]
-        with pytest.warns(Warned, match="found late"):
-            model.generate(**inputs, **SETTINGS, speculative=True)
-    assert runs == [1]
-
-
 @pytest.mark.parametrize("task", ["text-classification", "sentiment-analysis", "fill-mask"])
 def test_a_pipeline_of_another_task_loads_nothing(task: str) -> None:
     """Not even a configuration: transformers would say that there is no such model."""

@@ -7,11 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
 
 import lookahead_hf
-from tests.helpers.compared import compared, served
+from tests.helpers.compared import served
 from tests.helpers.fakes import Recorder
 from tests.helpers.models import VOCAB, prompt, tiny
 from tests.helpers.scripted import continuations, empty, right, scripted, wrong
@@ -59,12 +57,6 @@ def test_a_model_is_set_up_for_decoding_as_plain_sets_it_up(
         assert happened == ["forward", "set up", *["forward"] * num_steps, "as before"]
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_narrow_token_ids_become_wide_as_in_plain(model: Any, rows: int) -> None:
-    plain, ours, _ = compared(model, lambda: {"input_ids": prompt(rows).int(), **GREEDY}, 12)
-    assert ours.dtype == plain.dtype == torch.int64
-
-
 @pytest.mark.parametrize(
     ("script", "num_steps"),  # for 23 tokens after the first
     [(right(5), 4), (wrong, 23), (empty, 23)],
@@ -81,16 +73,6 @@ def test_drafts_decide_how_many_steps_a_text_takes(model: Any, script: Any, num_
     assert (stats.num_drafted > 0) == (script is not empty)
 
 
-def test_over_long_drafts_end_with_the_text(model: Any) -> None:
-    inputs = {"input_ids": prompt()}
-    truth = plain_text(model, inputs, max_new_tokens=60)
-    short = plain_text(model, inputs, max_new_tokens=7)
-    config = scripted(truth, right(50))
-    out = model.generate(**inputs, **{**GREEDY, "max_new_tokens": 7}, speculative=config)
-    assert continuations(out, 12) == short
-    assert served(model).num_steps == 1
-
-
 @pytest.mark.parametrize("pad", [-1, VOCAB])
 def test_a_pad_that_the_model_cannot_read_raises_as_in_plain(model: Any, pad: int) -> None:
     inputs = {"input_ids": prompt(3)}
@@ -100,26 +82,6 @@ def test_a_pad_that_the_model_cannot_read_raises_as_in_plain(model: Any, pad: in
         with pytest.raises(IndexError, match="index out of range"):
             model.generate(**call, speculative=speculative)
     assert model.generate(**{**call, "eos_token_id": None}, speculative=True).shape == (3, 36)
-
-
-def test_without_eos_drafting_goes_on_behind_the_first_row_that_ends(model: Any) -> None:
-    inputs = {"input_ids": prompt(3)}
-    truth = plain_text(model, inputs)
-    last = [first_seen(text, 4) for text in truth]
-
-    class EndsEach(StoppingCriteria):
-        """Ends each row at a token of its own; plain writes on in it until all have ended."""
-
-        def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-            return input_ids[:, -1] == torch.tensor(last)
-
-    call = {**GREEDY, "stopping_criteria": StoppingCriteriaList([EndsEach()])}
-    expected = model.generate(**inputs, **call)
-    out = model.generate(**inputs, **call, speculative=scripted(truth, right(3)))
-    assert out.tolist() == expected.tolist()
-    stats = served(model)
-    assert stats.engine == "lockstep"
-    assert stats.num_steps == -(-(out.shape[1] - 13) // 4)
 
 
 def test_the_record_is_there_at_a_streams_end_and_stays_when_a_call_raises(model: Any) -> None:

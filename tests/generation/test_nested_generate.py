@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from types import MethodType
 from typing import Any
@@ -24,38 +23,6 @@ def model() -> Iterator[Any]:
     model = tiny("llama")
     yield lookahead_hf.enable(model)
     lookahead_hf.disable_everywhere()
-
-
-class Segments(LlamaForCausalLM):
-    """A model whose `generate` calls `generate`, as Whisper's does for every segment."""
-
-    def generate(self, inputs: Any = None, generation_config: Any = None, **kwargs: Any) -> Any:
-        for _ in range(2):
-            inputs = super().generate(inputs, generation_config, **kwargs)
-            kwargs.pop("attention_mask", None)
-        return inputs
-
-
-@pytest.fixture
-def segments(model: Any) -> Any:
-    nested = Segments(model.config).eval()
-    nested.load_state_dict(model.state_dict())
-    nested.generation_config = copy.deepcopy(model.generation_config)
-    return nested
-
-
-def test_a_generate_that_calls_generate(segments: Any, decoding: PlainDecoding) -> None:
-    plain, ours = Recorder(), Recorder()
-    expected = run(segments, streamer=plain)
-    lookahead_hf.enable_everywhere()
-    lookahead_hf.enable(segments)
-    assert torch.equal(run(segments, streamer=ours, speculative=True), expected)
-    assert ours.events == plain.events
-    assert len(decoding.calls) == 2
-    lookahead_hf.set_default(segments, True)
-    assert torch.equal(run(segments, speculative=False), expected)
-    assert len(decoding.calls) == 2
-    assert lookahead_hf.last_stats(segments) is None
 
 
 def test_a_generate_that_passes_to_a_part_of_the_model(model: Any, decoding: PlainDecoding) -> None:

@@ -153,16 +153,6 @@ def test_settings_that_are_off_do_not_conflict(model: Any, decoding: PlainDecodi
     assert len(decoding.calls) == 1
 
 
-def test_a_prediction_without_speculation(model: Any, decoding: PlainDecoding) -> None:
-    expected = run(model)
-    with pytest.raises(ValueError, match="pass speculative=True too"):
-        run(model, prediction=[1, 2])
-    assert torch.equal(run(model, prediction=[1, 2], speculative=False), expected)
-    with pytest.raises(ValueError, match="prediction holds"):
-        run(model, prediction=[0.5], speculative=True)
-    assert not decoding.calls
-
-
 def stop_word(model: Any) -> str:
     """The text's fourth character, with which a stop string ends it early."""
     return chr(33 + int(run(model, speculative=False)[0, -5]))

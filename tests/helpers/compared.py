@@ -17,7 +17,6 @@ ALL = {
     "output_scores": True,
     "output_logits": True,
     "output_hidden_states": True,
-    "output_attentions": True,
 }
 """What a call can be asked to return beside its text."""
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from lookahead_hf.engines.cuda import graphs, state
 from lookahead_hf.engines.cuda.capture import Captured
-from lookahead_hf.runner import transfer
+from lookahead_hf.runner import outputs
 from lookahead_hf.verification import node_processors, noise, rejection, select
 
 READS = frozenset(
@@ -155,7 +155,7 @@ class Arrival:
 
 
 def brought(data: torch.Tensor) -> tuple[torch.Tensor, Arrival]:
-    """What `transfer._start_copy` returns on a device, whose copies take their time."""
+    """What `outputs._start_copy` returns on a device, whose copies take their time."""
     arrival = Arrival(data)
     return arrival.host, arrival
 
@@ -172,7 +172,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Verify calls on the CPU as on CUDA, with copies that do not wait."""
     with monkeypatch.context() as patch:
         patch.setattr(select, "serves", lambda _: True)
-        patch.setattr(transfer, "_start_copy", brought)
+        patch.setattr(outputs, "_start_copy", brought)
         for user in (state, noise, node_processors, rejection):
             patch.setattr(user, "pinned", taken_along)
         yield

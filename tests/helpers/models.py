@@ -85,11 +85,12 @@ _T5GEMMA = {
 _WHISPER = {
     **{**_TWO_HALVES, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 64},
     **{"suppress_tokens": None, "begin_suppress_tokens": None, "tie_word_embeddings": False},
+    "decoder_layers": 3,
 }
 _MOONSHINE = {
     **{"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2, "decoder_start_token_id": 2},
     **{"hidden_size": 48, "intermediate_size": 96, "tie_word_embeddings": False},
-    **{"encoder_num_hidden_layers": 2, "decoder_num_hidden_layers": 2},
+    **{"encoder_num_hidden_layers": 2, "decoder_num_hidden_layers": 3},
     **{"encoder_num_attention_heads": 4, "decoder_num_attention_heads": 4},
 }
 _FIELDS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -42,7 +42,7 @@ def tiny_whisper(attn: str = "sdpa") -> Any:
     settings.no_timestamps_token_id = ids["<|notimestamps|>"]
     settings.prev_sot_token_id = ids["<|startofprev|>"]
     settings.is_multilingual = False
-    settings.alignment_heads = [[0, 1], [1, 3]]
+    settings.alignment_heads = [[0, 1], [2, 3]]
     return model
 
 

@@ -97,18 +97,18 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 @pytest.fixture
 def attention_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch attends, as the kernel takes seconds in the interpreter."""
-    from lookahead_hf.block import tree_attention
+    from lookahead_hf.runner import attention
 
-    monkeypatch.setattr(tree_attention, "is_faster", lambda *_: False)
+    monkeypatch.setattr(attention, "kernel_is_faster", lambda *_: False)
 
 
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every attention of the kernel is compared with one under the mask that it replaces."""
-    from lookahead_hf.block import tree_attention
+    from lookahead_hf.runner import attention
     from tests.helpers.trees import under_mask
 
-    attend = tree_attention.attend
+    attend = attention.attend_by_kernel
 
     def checking(block: Any, held: Any, *args: Any) -> torch.Tensor:
         got = attend(block, held, *args)
@@ -117,4 +117,4 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         return got
 
-    monkeypatch.setattr(tree_attention, "attend", checking)
+    monkeypatch.setattr(attention, "attend_by_kernel", checking)

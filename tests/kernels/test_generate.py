@@ -13,12 +13,12 @@ import lookahead_hf
 from lookahead_hf import SpeculativeConfig, kernels
 from lookahead_hf.block.block import Block, Held, MaskKind
 from lookahead_hf.model import self_test
-from lookahead_hf.runner import attention, transfer
+from lookahead_hf.runner import attention, outputs
 from lookahead_hf.runner.forward import ForwardContext, running
 from tests.helpers import models
-from tests.helpers.compared import compared, served, speculated
+from tests.helpers.compared import compared, speculated
 from tests.helpers.flash import with_flash
-from tests.helpers.scripted import RandomTrees, Scripted, right, second_child_right
+from tests.helpers.scripted import second_child_right
 
 NEW = 7
 WINDOWS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
@@ -66,9 +66,9 @@ def test_drafting_learns_from_the_pass_of_verification(
     model = models.tiny("llama", num_hidden_layers=1).to(device)
     given = {"input_ids": models.prompt(2).to(device), "max_new_tokens": 24, "do_sample": False}
     order: list[str] = []
-    send, topk = transfer.HostCopy.send, kernels.topk_rows
+    send, topk = outputs.HostCopy.send, kernels.topk_rows
 
-    def sent(copy: transfer.HostCopy) -> None:
+    def sent(copy: outputs.HostCopy) -> None:
         order.append("copy")
         send(copy)
 
@@ -77,7 +77,7 @@ def test_drafting_learns_from_the_pass_of_verification(
         order.append("topk")
         return topk(*args)
 
-    monkeypatch.setattr(transfer.HostCopy, "send", sent)
+    monkeypatch.setattr(outputs.HostCopy, "send", sent)
     monkeypatch.setattr(kernels, "topk_rows", looked)
     few = {"recycling": {"top_k": 4, "num_next": 4}}
     config = SpeculativeConfig(drafters=("recycling",), budget=6, options=few)
@@ -151,18 +151,6 @@ def test_flash_attention_is_left_to_the_kernel(
     assert flash.widths.count(14) == 4  # the prompt, of plain generation and of ours, in two layers
 
 
-def test_weights_that_are_asked_for(calls: Counter[str], device: torch.device) -> None:
-    model = tiny_eager("gpt_oss", device)
-    calls.clear()
-    settings = {"return_dict_in_generate": True, "output_attentions": True}
-    given = {"input_ids": models.prompt(1).to(device), "max_new_tokens": 5, **settings}
-    done = compared(model, lambda: dict(given), 12, second_child_right)
-    assert not calls["tree_attention"]
-    for plain, ours in zip(done.plain.attentions, done.ours.attentions, strict=True):
-        for of_plain, of_ours in zip(plain, ours, strict=True):
-            torch.testing.assert_close(of_ours, of_plain, atol=1e-5, rtol=1e-5)
-
-
 def test_sdpa_is_not_given_what_it_has_not(calls: Counter[str], device: torch.device) -> None:
     """Older models hand sdpa soft caps or sinks, which it looks past: so do we under its name."""
     attend = attention._ours("sdpa")
@@ -180,54 +168,3 @@ def test_sdpa_is_not_given_what_it_has_not(calls: Counter[str], device: torch.de
         theirs, _ = attend(module, q, k, k, hidden, s_aux=torch.zeros(4, device=device))
         assert calls["tree_attention"] == 1
     torch.testing.assert_close(ours, theirs)
-
-
-def invariant(model: Any, engine: str, **fields: Any) -> tuple[list[list[int]], torch.Tensor, Any]:
-    """Text, logits and statistics of a call whose text may not depend on its drafts."""
-    ids = models.prompt(1, 70).to(model.device)
-    call = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-    if engine == "walk":  # which alone keeps logits
-        call |= {"output_logits": True, "return_dict_in_generate": True}
-    config = SpeculativeConfig(draft_invariant=True, compiled_layers=False, **fields)
-    with lookahead_hf.enabled(model):
-        output = model.generate(ids, **call, speculative=config)
-    stats = served(model)
-    assert stats.engine == engine
-    if engine == "device":
-        return output.tolist(), torch.empty(0), stats
-    return output.sequences.tolist(), torch.stack(output.logits), stats
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "engine"), [("llama", "walk"), ("mistral", "device")])
-def test_trees_leave_every_bit_alone(
-    name: str, engine: str, calls: Counter[str], device: torch.device
-) -> None:
-    model = models.tiny(name, num_hidden_layers=1).to(device)
-    text, logits, _ = invariant(model, engine, budget=0)
-    truth = [row[70:] for row in text]
-    drafters = Scripted(truth, second_child_right), Scripted(truth, right(3))
-    for drafter in drafters:
-        before = calls["tree_attention"]
-        same = invariant(model, engine, drafters=(drafter,), budget=12)
-        assert same[0] == text
-        assert torch.equal(same[1], logits)
-        assert (same[2].max_width > 1) == (drafter is drafters[0])
-        assert same[2].num_accepted > 0
-        assert calls["tree_attention"] - before == same[2].num_steps
-
-
-def test_where_the_kernel_cannot_attend_drafts_are_chains(
-    calls: Counter[str], device: torch.device
-) -> None:
-    model = models.tiny("llama", num_hidden_layers=1).to(device)
-    for _ in range(2):  # the second time it is known
-        assert self_test.keeps_bits_in_trees(model, 2)
-    assert calls["tree_attention"] == 1
-    model = models.tiny("llama", num_hidden_layers=1, head_dim=264).to(device)
-    assert not self_test.keeps_bits_in_trees(model, 16)
-    text, _, _ = invariant(model, "device", budget=0)
-    drafter = Scripted([row[70:] for row in text], RandomTrees(hit=1.0))
-    same, _, stats = invariant(model, "device", drafters=(drafter,), budget=12)
-    assert same == text
-    assert stats.max_width == 1 and stats.num_accepted > 0

@@ -27,7 +27,7 @@ def model(request: pytest.FixtureRequest) -> Any:
     "sampling", [{}, {"do_sample": True, "temperature": 0.7, "top_k": 0}], ids=["greedy", "sampled"]
 )
 def test_every_text_is_that_of_its_prompt_alone(model: Any, sampling: dict[str, Any]) -> None:
-    texts, config = prompts(9), settings(model, eos_token_id=[5, 40], **sampling)
+    texts, config = prompts(9), settings(model, eos_token_id=[8, 85], **sampling)
     found = model.generate_batch(texts, config, seeded(), speculative=DRAFTED, max_slots=3)
     expected = [alone(model, text, config, index) for index, text in enumerate(texts)]
     assert [output.generated_tokens for output in found.values()] == expected

@@ -9,7 +9,7 @@ import pytest
 
 import lookahead_hf
 from lookahead_hf.engines.cuda import graphs
-from lookahead_hf.runner.transfer import HostCopy
+from lookahead_hf.runner.outputs import HostCopy
 from tests.helpers import models
 from tests.helpers.device import TapeRecorder, taped
 from tests.helpers.requests import (

@@ -16,7 +16,7 @@ from transformers import GenerationMixin
 
 import lookahead_hf
 from lookahead_hf.hook import BATCH_METHODS
-from lookahead_hf.model.compat.batching import bytes_per_token
+from lookahead_hf.model.compat.generation import bytes_per_token
 from lookahead_hf.queue.manager import SpeculativeBatchingManager
 from lookahead_hf.queue.methods import default_slots
 from tests.helpers import models
@@ -185,15 +185,15 @@ def test_an_accelerator_keeps_transformers_own(model: Any, monkeypatch: pytest.M
         ((0, 0), 0, 16),
         ((0, 0), 5, 5),
         ((900, 100), 99, 16),
-        ((300_000, 100_000), 99, 3),
+        ((600_000, 200_000), 99, 3),
         ((10**9, 0), 0, 1),
     ],
 )
 def test_texts_that_are_decoded_together_by_default(
     model: Any, lengths: tuple[int, int], num_requests: int, slots: int
 ) -> None:
-    """1 GiB holds K and V of 1.4 million tokens of the tiny model."""
-    assert bytes_per_token(model) == 768
+    """1 GiB holds K and V of 2.8 million tokens of the tiny model."""
+    assert bytes_per_token(model) == 384
     prompt, generated = lengths
     hints = SimpleNamespace(
         max_prompt_length=prompt, max_generated_length=generated, num_requests=num_requests

@@ -30,7 +30,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def blocks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """The tokens of rows that decode, and those of prompts, in every flat block."""
+    """The tokens of rows that decode, and those of prompts, in every packed block."""
     seen: list[tuple[int, int]] = []
     launch, beside = Runner.launch, Runner.launch_beside
 

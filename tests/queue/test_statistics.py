@@ -61,7 +61,7 @@ def test_requests_add_up_to_the_run(
     assert session.runner.is_flat is (attn == "sdpa")
     times = sum(getattr(total, f"{name}_ms") for name in PARTS)
     assert times == pytest.approx(sum(session.stats.milliseconds.values()))
-    for name in ("num_moved", "num_accepted", "accepted_histogram", "max_width"):
+    for name in ("num_moved", "num_accepted", "accepted_histogram"):
         assert getattr(total, name) == getattr(run, name)
     assert total.num_emitted == sum(len(output.generated_tokens) for output in found)
     assert total.num_steps == total.row_steps == sum(total.budget_histogram.values())

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig
 from transformers.generation import BaseStreamer
 
 import lookahead_hf
@@ -106,15 +105,6 @@ def test_a_call_drafts_as_soon_as_all_is_compiled(
     drafted.clear()
     ids, stats = generated(model, plain)
     assert ids == plain and drafted[0] > 0 and stats.num_undrafted == 0
-
-
-def test_requests_of_a_queue_say_what_was_not_drafted(model: Any, child: Elsewhere) -> None:
-    settings = GenerationConfig(do_sample=False, max_new_tokens=12, eos_token_id=-1)
-    for status, undrafted in ((None, 11), ("", 0)):
-        child.status = status
-        found = model.generate_batch([[5, 6, 7]] * 2, settings, speculative={"budget": 4})
-        for output in found.values():
-            assert output.speculative_stats.num_undrafted == undrafted
 
 
 def test_after_compiling_has_failed_calls_are_plain(

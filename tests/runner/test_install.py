@@ -16,12 +16,12 @@ import torch
 import lookahead_hf
 from lookahead_hf.generation import decode
 from lookahead_hf.model import compat
-from lookahead_hf.runner import attention, forward, implicit_positions, install
+from lookahead_hf.runner import attention, forward
 from lookahead_hf.runner import patched as patched_module
 from lookahead_hf.runner.patched import patched
 from tests.helpers.models import prompt, tiny
 
-ROOMS = (attention, implicit_positions, forward, patched_module, install)
+ROOMS = (attention, forward, patched_module)
 
 
 class Interrupt:
@@ -105,7 +105,7 @@ def test_an_interrupt_where_a_call_begins_or_ends() -> None:
     model = lookahead_hf.enable(tiny("llama"))
     before, config = state(model), {"budget": 2}
     call = {"max_new_tokens": 3, "do_sample": False, "speculative": config}
-    modules = (decode, install)
+    modules = (decode, forward)
     for line in interrupted(modules, lambda: model.generate(prompt(), **call)):  # noqa: B007
         assert state(model) == before
     assert state(model) == before

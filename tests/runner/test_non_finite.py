@@ -100,15 +100,6 @@ def check(
     return speculated(model)
 
 
-@pytest.mark.parametrize(("rows", "chains", "value"), [(1, False, NAN), (3, True, INF)])
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt2"])
-def test_a_token_beside_the_text(
-    name: str, rows: int, chains: bool, value: float, repeats: list[Any]
-) -> None:
-    check(tiny(name), rows, value, chains=chains)
-    assert repeats
-
-
 @pytest.mark.parametrize(("rows", "do_sample"), [(1, True), (3, False)])
 @pytest.mark.parametrize("engine", ["walk", "lockstep", "device", "graphs", "rejection"])
 def test_every_engine(
@@ -137,23 +128,6 @@ def test_every_engine(
     assert repeats
     if engine == "graphs":
         assert stats.execution == "replayed"
-
-
-@pytest.mark.parametrize(
-    ("dtype", "value", "rows"), [(torch.float16, INF, 1), (torch.bfloat16, NAN, 3)]
-)
-def test_half_precision(dtype: torch.dtype, value: float, rows: int, repeats: list[Any]) -> None:
-    """Where the text does not depend on drafts, it is that of a call without any."""
-    model, inputs = lookahead_hf.enable(tiny("llama").to(dtype)), inputs_of(rows)
-    config = lookahead_hf.SpeculativeConfig(draft_invariant=True, budget=0)
-    alone = model.generate(**inputs, **CALL, speculative=config)
-    bad = unused(alone)
-    spoil(model, bad, value)
-    script = scripted(continuations(alone, 14), Spoils(bad, chains=True))
-    ours = model.generate(**inputs, **CALL, speculative=replace(script, draft_invariant=True))
-    assert ours.tolist() == alone.tolist()
-    speculated(model)
-    assert repeats
 
 
 def test_padding_is_no_token_that_plain_does_not_read(repeats: list[Any]) -> None:

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
-from transformers import CompileConfig
 
 import lookahead_hf
 from lookahead_hf.runner.patched import patched
 from tests.helpers.calls import GREEDY, padded
 from tests.helpers.compared import compared
-from tests.helpers.device import on_device, taped
+from tests.helpers.device import on_device
 from tests.helpers.models import tiny
 from tests.helpers.scripted import RandomTrees
 
@@ -99,27 +98,3 @@ def test_a_function_around_compiled_code_stays() -> None:
     model.forward = around
     with patched(model):
         assert vars(model)["forward"] is around
-
-
-def test_compiled_layers_are_captured(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = small()
-    layers(model, CompileCounter())
-    with taped(monkeypatch):
-        assert compare(model, max_new_tokens=24).execution == "replayed"
-
-
-def test_a_wrapped_model_generates_as_it_is(fresh: None) -> None:
-    model, counter = small(), CompileCounter()
-    wrapped = torch.compile(model, backend=counter)
-    compare(wrapped)
-    assert counter.frame_count == 0  # transformers' own: `generate` is the inner model's
-
-
-def test_what_transformers_compiles_by_itself(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = CompileConfig(backend="eager")
-    config._compile_all_devices = True
-    call = {"cache_implementation": "static", "compile_config": config}
-    model = small()
-    with taped(monkeypatch):
-        assert compare(model, **call).execution == "replayed"
-    assert hasattr(model, "_compiled_call")

@@ -6,11 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 import lookahead_hf
-from lookahead_hf.block import flat, layout
-from lookahead_hf.block.block import Block
 from tests.helpers import multimodal
 from tests.helpers.caches import CACHE
 from tests.helpers.compared import compared, speculated
@@ -50,54 +47,6 @@ def test_only_tokens_of_live_rows_are_fed(name: str, do_sample: bool) -> None:
     assert torch.equal(plain, ours)
     assert len({row.row_steps for row in stats.row_stats}) > 1
     assert stats.num_fed == 4 * COLUMNS - sum(PADS) + stats.row_steps + stats.num_drafted
-
-
-def test_rows_of_almost_the_same_length_attend_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call of attention for every row would take longer than a batch of short rows saves."""
-    found: list[Any] = []
-    additive = Block.additive
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        runs = flat.runs_of(*args, **kwargs)
-        found.append([len(run.counts) for run in runs])
-        return runs
-
-    def masked(*args: Any) -> Any:
-        found.append("mask")
-        return additive(*args)
-
-    monkeypatch.setattr(layout, "runs_of", noted)
-    monkeypatch.setattr(Block, "additive", masked)
-    given = batch()
-    given["attention_mask"][:] = 1
-    given["attention_mask"][1, 0] = given["attention_mask"][2, :3] = 0
-    model = tiny("mistral", sliding_window=COLUMNS + 1)  # which a step needs a mask for
-    with lookahead_hf.enabled(model):
-        plain, ours, _ = texts(model, **given)
-    assert torch.equal(plain, ours)
-    assert found[:3] == [[4], [4], "mask"]  # the prompt, and the first step
-
-
-@pytest.mark.parametrize(
-    "case", ["pads behind", "cache passed", "cache returned", "chunks", "a window that moves on"]
-)
-def test_what_shows_the_padding_keeps_it(case: str) -> None:
-    model = tiny("mistral" if case == "a window that moves on" else "llama")
-    given, own = batch(case != "pads behind"), {}
-    changes = {"cache returned": {"return_dict_in_generate": True}}
-    given |= {**changes, "chunks": {"prefill_chunk_size": 16}}.get(case, {})
-    with lookahead_hf.enabled(model):
-        if case == "cache passed":
-            own = {CACHE: DynamicCache(config=model.config)}
-        plain = model.generate(**given, speculative=False)
-        ours = model.generate(**given, **own, speculative={"budget": 5})
-    stats = speculated(model)
-    if case == "cache returned":
-        for one, other in zip(plain[CACHE], ours[CACHE], strict=True):
-            torch.testing.assert_close(one[0], other[0], atol=2e-4, rtol=2e-4)
-        plain, ours = plain.sequences, ours.sequences
-    assert torch.equal(plain, ours)
-    assert stats.num_fed == 4 * COLUMNS + stats.row_steps + stats.num_drafted
 
 
 def test_pictures_beside_padding_are_seen() -> None:

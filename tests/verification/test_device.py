@@ -9,7 +9,7 @@ import torch
 from transformers import StoppingCriteriaList, StopStringCriteria
 
 import lookahead_hf
-from lookahead_hf.runner.transfer import HostCopy
+from lookahead_hf.runner.outputs import HostCopy
 from tests.helpers.caches import CACHE, assert_same_cache
 from tests.helpers.calls import GREEDY, compare, padded
 from tests.helpers.compared import compared

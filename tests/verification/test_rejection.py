@@ -19,10 +19,8 @@ from transformers.generation.stopping_criteria import (
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig, kernels
-from lookahead_hf.call.emitter import Emitter
-from lookahead_hf.call.outputs import RequestedOutputs
+from lookahead_hf.call.emitter import ColumnStream, Emitter, RequestedOutputs
 from lookahead_hf.call.stopping import RowStopping
-from lookahead_hf.call.streaming import ColumnStream
 from lookahead_hf.draft import ROOT, DraftTree, Evidence, Verdict
 from lookahead_hf.drafting.drafter import Drafter, Traits
 from lookahead_hf.drafting.ensemble import Ensemble

@@ -7,9 +7,7 @@ from lookahead_hf.engines.cuda.capture import Captured
 from lookahead_hf.engines.cuda.step import StepFunction
 from lookahead_hf.kernels import RowScan
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner import non_finite
-from lookahead_hf.runner.outputs import DeviceOutputs, Scoring, StepOutputs
-from lookahead_hf.runner.transfer import HostCopy
+from lookahead_hf.runner.outputs import DeviceOutputs, HostCopy, Scoring, StepOutputs, has_nan
 
 
 class OnHost:
@@ -62,7 +60,7 @@ class OnDevice:
             finite = scores.is_finite
         copy = HostCopy(scan, packed, step.num_nodes(width))
         is_finite = None if finite is None else copy.add(finite)
-        walk, num_nan = copy.add(packed), copy.add(non_finite.has_nan(logits))
+        walk, num_nan = copy.add(packed), copy.add(has_nan(logits))
         copy.send()
         return DeviceOutputs(
             logits=logits,

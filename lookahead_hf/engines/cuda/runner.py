@@ -16,8 +16,7 @@ from lookahead_hf.engines.cuda.state import MAX_WIDTH, StepState, pack
 from lookahead_hf.engines.cuda.step import StepFunction
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner import watch
-from lookahead_hf.runner.engines import StepOptions
-from lookahead_hf.runner.host import Runner
+from lookahead_hf.runner.host import Runner, StepOptions
 from lookahead_hf.runner.outputs import StepOutputs
 from lookahead_hf.runner.watch import Watch
 
@@ -89,7 +88,7 @@ class CudaRunner(Runner):
             self._state = self._set.state
         else:
             self._state = StepState(self.cache, beginning.next_position)
-        self._function = StepFunction(self.model, beginning, self._state, self.by_kernel)
+        self._function = StepFunction(self.model, beginning, self._state)
         # A call that ends with its first token has no step, and no position for one.
         tries = self._shape is None and self._room > 1
         if tries and self._set is not None and self._set.reads_masks is None:

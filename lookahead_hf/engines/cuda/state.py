@@ -11,7 +11,7 @@ from lookahead_hf.block.block import ancestor_words
 from lookahead_hf.cache.slots import ColumnCache, SlotGroup
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner.transfer import pinned
+from lookahead_hf.runner.outputs import pinned
 
 MAX_WIDTH = 64
 """Tokens per row of a block, the last one included: one bit each in the ancestor words."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import torch
 
 from lookahead_hf import kernels
-from lookahead_hf.block import tree_attention
-from lookahead_hf.block.block import Block, Held, is_read
+from lookahead_hf.block.block import Block, Held, is_read, kernel_serves
 from lookahead_hf.block.layout import PromptState, widened
 from lookahead_hf.cache.slots import SlotGroup
 from lookahead_hf.engines.cuda.state import DraftViews, GroupState, StepState
@@ -32,14 +30,11 @@ class StepFunction:
         model: Any,
         beginning: PromptState,
         state: StepState,
-        by_kernel: Counter[bool] | None = None,
     ) -> None:
-        """`by_kernel`: as in `ForwardContext`."""
         self._model, self._cache, self._state = model, beginning.cache, state
         self._passed, self._kinds = beginning.passed, beginning.kinds
         self._names = beginning.names
         self._takes_dict = compat.takes_mask_dict(model)
-        self._by_kernel = by_kernel
 
     def run(self, width: int, visible: int) -> tuple[Any, ...]:
         """Run a whole step that chooses the likeliest tokens.
@@ -66,7 +61,7 @@ class StepFunction:
         state, draft = self._state, self._state.draft(width)
         fed = draft.lengths - state.prompt_lengths
         fed = fed.minimum((fed * draft.live).max())  # an ended text may have filled a table
-        on_kernel = tree_attention.serves(draft.tokens.device, width)
+        on_kernel = kernel_serves(draft.tokens.device, width)
         block = Block(
             draft.parents,
             (draft.lengths + state.pads)[:, None] + draft.depth,
@@ -87,7 +82,7 @@ class StepFunction:
             "use_cache": True,
         }
         experts = compat.set_up_for_step(self._model, len(draft.tokens), width)
-        context = ForwardContext(block, by_kernel=self._by_kernel)
+        context = ForwardContext(block)
         with experts, running(context, draft.tokens.device):
             outputs = self._model(**inputs, return_dict=True)
         self.reads_masks = any(is_read(mask) for mask in built.values())
@@ -99,7 +94,7 @@ class StepFunction:
 
     def try_masks(self, width: int, visible: int) -> bool:
         """Return whether a layer reads a mask: shown by a forward, if the kernel may attend."""
-        if tree_attention.serves(self._state.draft(width).tokens.device, width):
+        if kernel_serves(self._state.draft(width).tokens.device, width):
             self.forward(width, visible)
         return self.reads_masks
 

@@ -14,8 +14,7 @@ from torch import nn
 from lookahead_hf.model import compat
 from lookahead_hf.model.facts import facts_of
 from lookahead_hf.runner import watch
-from lookahead_hf.runner.forward import current
-from lookahead_hf.runner.install import SetOwn
+from lookahead_hf.runner.forward import SetOwn, current
 
 
 def install(model: nn.Module, give: SetOwn) -> None:

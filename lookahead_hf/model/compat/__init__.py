@@ -20,6 +20,4 @@ from lookahead_hf.model.compat.attention import *
 from lookahead_hf.model.compat.caches import *
 from lookahead_hf.model.compat.forwards import *
 from lookahead_hf.model.compat.generation import *
-from lookahead_hf.model.compat.mtp import *
-from lookahead_hf.model.compat.positions import *
 from lookahead_hf.model.compat.torch import *

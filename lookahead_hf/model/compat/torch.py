@@ -43,11 +43,6 @@ def tensors_of(module: nn.Module) -> list[torch.Tensor]:
     return [tensor for tensor in own if tensor is not None]
 
 
-def buffer(module: nn.Module, name: str) -> Any:
-    """Return a buffer by its name, even if an attribute hides it."""
-    return module._buffers[name]
-
-
 def compiled_from(function: Any) -> Any:
     """Return the function that `torch.compile` was given for this one, None for any other.
 
@@ -114,12 +109,6 @@ def children_of(module: nn.Module) -> dict[str, Any]:
 def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
     """Return the dictionaries of a module's hooks after and before its forward."""
     return [module._forward_hooks, module._forward_pre_hooks]
-
-
-def hook_numbers(model: nn.Module) -> frozenset[int]:
-    """Return the ids of the hooks that a forward runs, unique within the process."""
-    held = (each for module in model.modules() for each in hooks_of(module))
-    return frozenset(number for each in (*held, *global_hooks()) for number in each)
 
 
 def multiplies_slowly(dtype: torch.dtype) -> bool:

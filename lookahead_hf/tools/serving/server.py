@@ -25,7 +25,7 @@ from transformers import GenerationMixin
 from lookahead_hf.call.prepared import Request
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.fallback import TRANSFORMERS
-from lookahead_hf.generation.assembly import build_drafters
+from lookahead_hf.generation.decode import build_drafters
 from lookahead_hf.stats import SpeculativeStats
 from lookahead_hf.tools.serving.answers import FAILED, Answer, Reply
 from lookahead_hf.tools.serving.checks import REFUSED, check_model, parsed, take_requests

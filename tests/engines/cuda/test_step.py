@@ -10,7 +10,7 @@ from lookahead_hf.block.block import ancestor_words
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.engines.cuda.state import DraftViews, _views, pack
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner.transfer import HostCopy
+from lookahead_hf.runner.outputs import HostCopy
 from tests.helpers.device import TapeRecorder, on_device
 
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from lookahead_hf.block import tree_attention
 from lookahead_hf.cache.slots import SlotGroup
 from lookahead_hf.call.execution import TOO_FAR_APART
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.engines.cuda import graphs as graph_set
 from lookahead_hf.engines.cuda.runner import CudaRunner
 from lookahead_hf.rows import Rows
+from lookahead_hf.runner import attention
 from lookahead_hf.runner.prefill import start
 from tests.helpers.caches import CACHE
 from tests.helpers.calls import GREEDY, padded
@@ -59,9 +59,11 @@ def test_what_no_token_sees_any_more_is_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if by_kernel:
-        monkeypatch.setattr(tree_attention, "serves", lambda *_: True)
-        monkeypatch.setattr(tree_attention, "is_faster", lambda *_: True)
-        monkeypatch.setattr(tree_attention, "attend", by_words)
+        monkeypatch.setattr("lookahead_hf.block.layout.kernel_serves", lambda *_: True)
+        monkeypatch.setattr("lookahead_hf.engines.cuda.step.kernel_serves", lambda *_: True)
+        monkeypatch.setattr(attention, "kernel_serves", lambda *_: True)
+        monkeypatch.setattr(attention, "kernel_is_faster", lambda *_: True)
+        monkeypatch.setattr(attention, "attend_by_kernel", by_words)
     model = windowed()
     for kind in ("left", "holes"):
         given = {"max_new_tokens": 90, "do_sample": do_sample}

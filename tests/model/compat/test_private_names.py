@@ -59,7 +59,7 @@ def others(source: str) -> Iterator[str]:
                 yield f"line {node.lineno}: {name}"
 
 
-OF_OTHERS = {"model/limits.py", "ngram_pool/jit.py", "utils.py"}
+OF_OTHERS = {"ngram_pool/jit.py", "utils.py"}
 """Files that know objects of packages that need not be there, which model/compat/ does not import,
 and the file that knows how numba compiles and keeps functions."""
 

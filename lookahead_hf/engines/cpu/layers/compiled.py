@@ -24,8 +24,7 @@ from lookahead_hf.engines.cpu.layers.workspace import CompiledLayer, Workspace
 from lookahead_hf.model import compat
 from lookahead_hf.model.facts import facts_of
 from lookahead_hf.runner import watch
-from lookahead_hf.runner.forward import ForwardContext, current
-from lookahead_hf.runner.install import shared_change
+from lookahead_hf.runner.forward import ForwardContext, current, shared_change
 
 LEAST_WEIGHT = 1 << 16
 """Fewest numbers of a lone linear layer's weight. A smaller one takes less time than the call."""

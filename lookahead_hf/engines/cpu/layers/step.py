@@ -152,7 +152,7 @@ class LayerStep:
         if type(held) is not SlotLayer or held.index is not None:
             return None
         stores, heads = held.stores, (program.shared_heads, program.head_dim)
-        if not stores.is_shaped:
+        if not stores.k_store.shape[2]:
             empty = x.new_empty(1, heads[0], 0, heads[1])
             stores.shape(held.group.capacity, empty, empty)
         k, v = stores.k_store, stores.v_store

@@ -17,8 +17,7 @@ from lookahead_hf.model import compat
 from lookahead_hf.model.state import state_of
 from lookahead_hf.ngram_pool import compilation
 from lookahead_hf.ngram_pool.compilation import Functions
-from lookahead_hf.runner.engines import StepOptions
-from lookahead_hf.runner.host import Runner
+from lookahead_hf.runner.host import Runner, StepOptions
 
 _logger = logging.getLogger(__name__)
 
@@ -29,7 +28,7 @@ LOADING_SECONDS = 0.1
 class CompiledSteps:
     """The steps of one call, whose layers run by the kernels or by their own code.
 
-    The attributes are those of `LayerSteps`; `counts` is empty if a call does not use the kernels.
+    `counts` is empty if a call does not use the kernels.
     """
 
     most_tokens = program.MOST_TOKENS

@@ -38,8 +38,8 @@ def plan_for(
     kind = None if place is None or block is None else block.kind_of(mask, group)
     if place is None or block is None or kind is None:
         return None
-    if place.flat_slots is not None:
-        slots = np.ascontiguousarray(place.flat_slots.numpy(), np.int64)
+    if place.slot_mapping is not None:
+        slots = np.ascontiguousarray(place.slot_mapping.numpy(), np.int64)
     else:
         assert place.span is not None
         span = np.arange(place.span.start, place.span.stop)

@@ -143,7 +143,7 @@ def open_model(
     A command that writes one text only waits for compiled functions, if it drafts.
     """
     import lookahead_hf
-    from lookahead_hf.runner.engines import groups_of
+    from lookahead_hf.runner.host import groups_of
 
     place = arguments.dtype, arguments.device, screen
     model, tokenizer = models.load(arguments.model, "--model", *place)

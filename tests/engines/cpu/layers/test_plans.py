@@ -20,7 +20,7 @@ from tests.helpers.bounds import check_plan
 
 def group_of(rows: int, capacity: int, **place: Any) -> Any:
     """A part of a cache, and where a block is written in it."""
-    given = {"span": None, "flat_slots": None, "visible": capacity} | place
+    given = {"span": None, "slot_mapping": None, "visible": capacity} | place
     return SimpleNamespace(
         block=Place(**given), capacity=capacity, dropped=np.zeros(rows, np.int64)
     )
@@ -47,7 +47,7 @@ def test_plans_show_what_masks_show(seed: int) -> None:
     lengths = block.held["all"].lengths.numpy()
     slots = (np.arange(rows) * visible + lengths)[:, None] + np.arange(width)
     for name in expected:
-        group = group_of(rows, visible, flat_slots=torch.from_numpy(slots.ravel()))
+        group = group_of(rows, visible, slot_mapping=torch.from_numpy(slots.ravel()))
         block.held = {kind: held._replace(group=group) for kind, held in block.held.items()}
         mask = block.make_masks(is_causal=False, lazy=True)[name]
         plan = plan_for(ForwardContext(block), mask, group, rows, width)
@@ -71,13 +71,13 @@ def test_no_plan_of_another_mask_or_block() -> None:
         given = mask if change is None else change(mask)
         return plan_for(ForwardContext(block), given, group, rows, width)
 
-    assert planned(group_of(rows, visible, flat_slots=slots)) is not None
-    assert planned(group_of(rows, visible, flat_slots=slots), change=torch.clone) is None
-    assert planned(group_of(rows, visible, flat_slots=slots), rows + 1) is None
-    assert planned(group_of(rows, visible, flat_slots=slots - slots.max() - 1)) is None
-    assert planned(group_of(rows, visible, flat_slots=slots + rows * visible)) is None
-    assert planned(group_of(rows, visible, flat_slots=slots[:-1])) is None
-    assert planned(group_of(rows, int(lengths.max()), flat_slots=slots)) is None
+    assert planned(group_of(rows, visible, slot_mapping=slots)) is not None
+    assert planned(group_of(rows, visible, slot_mapping=slots), change=torch.clone) is None
+    assert planned(group_of(rows, visible, slot_mapping=slots), rows + 1) is None
+    assert planned(group_of(rows, visible, slot_mapping=slots - slots.max() - 1)) is None
+    assert planned(group_of(rows, visible, slot_mapping=slots + rows * visible)) is None
+    assert planned(group_of(rows, visible, slot_mapping=slots[:-1])) is None
+    assert planned(group_of(rows, int(lengths.max()), slot_mapping=slots)) is None
     no_block = group_of(rows, visible)
     no_block.block = None
     assert planned(no_block) is None

@@ -21,7 +21,7 @@ from lookahead_hf.engines.cpu.layers.steps import groups_of
 from lookahead_hf.engines.cpu.layers.workspace import Workspace
 from lookahead_hf.model import compat
 from lookahead_hf.ngram_pool import compilation
-from lookahead_hf.runner.install import shared_change
+from lookahead_hf.runner.forward import shared_change
 from lookahead_hf.stats import SpeculativeStats
 from tests.helpers.changes import hooked
 from tests.helpers.compiled import run

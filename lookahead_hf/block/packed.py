@@ -1,4 +1,4 @@
-"""Flat blocks: the tokens of all rows in one row, so that no layer computes padding.
+"""Packed blocks: the tokens of all rows in one row, so that no layer computes padding.
 
 The model gets [1, tokens]. Only attention divides them among the rows of the cache again, so that a
 forward costs what its tokens cost, however unequal the rows are.
@@ -91,8 +91,8 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FlatBlock:
-    """How the tokens of a flat block belong to the rows of the cache.
+class PackedBlock:
+    """How the tokens of a packed block belong to the rows of the cache.
 
     Attributes:
         runs: The runs, each with the block of its rows.
