@@ -172,7 +172,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     load = functools.cache(lambda: common.load(None, "float32", "cpu"))
-    from lookahead_hf.tools.cli.real_model import cache_root
+    from lookahead_hf.utils import cache_root
 
     folder = folder_of(load()[0], cache_root() / "texts")
     texts = recorded(load, slice(8, 8 + arguments.prompts_per_family), 128, folder)

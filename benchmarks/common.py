@@ -124,7 +124,7 @@ def load(
 
     `threads` is the number of torch's threads from now on; None leaves it to torch.
     """
-    from lookahead_hf.tools.cli.real_model import ensure_demo_model
+    from lookahead_hf.tools.cli.models import ensure_demo_model
 
     if threads:
         torch.set_num_threads(threads)

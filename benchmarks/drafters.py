@@ -131,7 +131,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 def read_texts(arguments: argparse.Namespace, load: Callable[[], tuple[Any, Any]]) -> list[Text]:
     """Return the recorded texts; record those that are missing."""
-    from lookahead_hf.tools.cli.real_model import cache_root
+    from lookahead_hf.utils import cache_root
 
     folder = arguments.texts or folder_of(load()[0], cache_root() / "texts")
     chosen = slice(arguments.skip, arguments.skip + arguments.prompts_per_family)

@@ -212,7 +212,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     place = "float32", "cpu", arguments.threads
     load = functools.cache(lambda: common.load(arguments.model, *place))
-    from lookahead_hf.tools.cli.real_model import cache_root
+    from lookahead_hf.utils import cache_root
 
     model, _ = load()
     folder = folder_of(model, cache_root() / "texts")

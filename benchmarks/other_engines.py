@@ -27,7 +27,7 @@ import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.tools.cli.commands.env import machine
 from lookahead_hf.tools.cli.measuring import LOOKUP, OURS, PLAIN, timed_call, until_end
-from lookahead_hf.tools.cli.real_model import download_wheel, extract
+from lookahead_hf.tools.cli.models import download_wheel, extract
 
 WORKER = Path(__file__).parent / "engines" / "worker.py"
 OTHERS = [

@@ -8,8 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lookahead_hf.tools.cli.measuring import PLAIN, Batch, Line, Run, summarize
-from lookahead_hf.tools.cli.near_ties import Divergence, describe, find_divergences
+from lookahead_hf.tools.cli.measuring import (
+    PLAIN,
+    Batch,
+    Divergence,
+    Line,
+    Run,
+    describe,
+    find_divergences,
+    summarize,
+)
 
 Divergences = dict[tuple[str, str], list[Divergence | None]]
 """How every text parts from plain's, by family and system; None is an identical text."""

@@ -25,7 +25,7 @@ def load() -> tuple[Any, Any]:
 
 def demo_model() -> str:
     """The folder of the demo's model, which is downloaded once."""
-    from lookahead_hf.tools.cli.real_model import ensure_demo_model
+    from lookahead_hf.tools.cli.models import ensure_demo_model
 
     return str(ensure_demo_model())
 

@@ -92,9 +92,7 @@ _HOME = {
 def __getattr__(name: str) -> Any:
     """Import a public name on its first use, since most of them need torch."""
     if name not in __all__:
-        known = importlib.import_module(__name__)  # of which Python suggests a name
-        message = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(message, name=name, obj=known)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         home = importlib.import_module(f"{__name__}.{_HOME.get(name, 'hook')}")
     except ImportError as error:

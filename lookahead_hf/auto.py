@@ -18,7 +18,6 @@ import runpy
 import sys
 from collections.abc import Sequence
 from importlib.metadata import entry_points
-from importlib.util import find_spec
 from pathlib import Path
 
 from lookahead_hf.config import STRATEGIES
@@ -26,13 +25,11 @@ from lookahead_hf.hook import enable_everywhere
 from lookahead_hf.utils import known_names
 
 _SWITCHES = {"": None, "0": False, "1": True}
-_USAGE = "python -m lookahead_hf.auto [--speculative] PROGRAM [argument ...]"
-_PROGRAMS = "PROGRAM is a command that a package installs, a module, or a file that ends in .py"
 _value = os.environ.get("LOOKAHEAD_HF", "")
 
 if _value not in (*_SWITCHES, *STRATEGIES):
     raise ValueError(
-        f"LOOKAHEAD_HF={_value}: set it to 1, 0 or a preset; {known_names(_value, STRATEGIES)}"
+        f"LOOKAHEAD_HF={_value}: set it to 1, 0 or a preset; {known_names(STRATEGIES)}"
     )
 enable_everywhere(default=_SWITCHES.get(_value, _value))
 
@@ -46,27 +43,18 @@ def run_program(words: Sequence[str]) -> None:
         enable_everywhere(default=True)
         words = words[1:]
     if not words or words[0].startswith("-"):
-        raise SystemExit(f"usage: {_USAGE}\n{_PROGRAMS}")
+        raise SystemExit(
+            "usage: python -m lookahead_hf.auto [--speculative] PROGRAM [argument ...]"
+        )
     name = words[0]
     sys.argv = list(words)
     if name.endswith(".py"):
-        if not Path(name).is_file():
-            raise SystemExit(f"there is no file {name}")
         sys.path.insert(0, str(Path(name).resolve().parent))
         runpy.run_path(name, run_name="__main__")
         return
     for command in entry_points(group="console_scripts", name=name):
         raise SystemExit(command.load()())
-    if not _is_module(name):
-        raise SystemExit(f"there is no program {name}: {_PROGRAMS}")
     runpy.run_module(name, run_name="__main__", alter_sys=True)
-
-
-def _is_module(name: str) -> bool:
-    try:
-        return find_spec(name) is not None
-    except ModuleNotFoundError:  # the package before the dot is missing
-        return False
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from lookahead_hf.utils import check_names, known_names, spelt_right
+from lookahead_hf.utils import known_names
 
 BUILT_IN_DRAFTERS = (
     *("ngram", "recycling", "prediction", "pool", "assistant", "mtp"),
@@ -149,9 +149,10 @@ class SpeculativeConfig:
         """
         if not isinstance(values, Mapping):
             raise ValueError(f"a speculative configuration is built from a dict, not {values!r}")
-        names = (each.name for each in dataclasses.fields(cls))
-        check_names(cls.__name__, values, names, ValueError)
+        names = [each.name for each in dataclasses.fields(cls)]
         for name, value in values.items():
+            if name not in names:
+                raise ValueError(f"{cls.__name__} has no argument {name!r}; {known_names(names)}")
             _as_json(value, name)
         return cls(**values)
 
@@ -198,9 +199,6 @@ class SpeculativeConfig:
         return cls.resolve(value)
 
 
-SpeculativeConfig.__init__ = spelt_right(SpeculativeConfig.__init__)  # type: ignore[method-assign]
-
-
 def drafter_name(drafter: Any) -> str:
     """Return the name of a drafter that was given by name or as an object."""
     if isinstance(drafter, str):
@@ -235,7 +233,7 @@ def _check_drafter(drafter: Any) -> None:
     if isinstance(drafter, str):
         if drafter not in BUILT_IN_DRAFTERS:
             raise ValueError(
-                f"there is no drafter {drafter!r}; {known_names(drafter, BUILT_IN_DRAFTERS)}, or "
+                f"there is no drafter {drafter!r}; {known_names(BUILT_IN_DRAFTERS)}, or "
                 "a Drafter object of your own"
             )
     elif isinstance(drafter, type) or not callable(getattr(drafter, "propose", None)):
@@ -253,7 +251,7 @@ def _check_pool(pool: Any) -> None:
 
 def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     if not _is_one_of(value, allowed):
-        raise ValueError(f"{name} cannot be {value!r}; {known_names(value, allowed)}")
+        raise ValueError(f"{name} cannot be {value!r}; {known_names(allowed)}")
 
 
 def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
@@ -277,7 +275,7 @@ def _why_not(name: Any) -> str:
     if name in BUILT_IN_DRAFTERS:
         return f"this configuration does not draft with it: add it, as drafters=(..., {name!r})"
     return (
-        f"there is no such drafter; {known_names(name, BUILT_IN_DRAFTERS)}; a Drafter object gets "
+        f"there is no such drafter; {known_names(BUILT_IN_DRAFTERS)}; a Drafter object gets "
         "its options when you create it"
     )
 

@@ -23,7 +23,7 @@ from lookahead_hf.model.state import state_of
 from lookahead_hf.ngram_pool import compilation
 from lookahead_hf.ngram_pool.compilation import Functions
 from lookahead_hf.runner.host import groups_of
-from lookahead_hf.utils import spelt_right, unwrap
+from lookahead_hf.utils import unwrap
 
 _Model = TypeVar("_Model")
 
@@ -160,7 +160,6 @@ def _put(model: Any, generate: Any) -> None:
             own.setdefault(name, BatchMethod(model, name, generate))
 
 
-@spelt_right
 def enable(model: _Model, default: Any = None) -> _Model:
     """Let `model.generate` take `speculative=`, or speculate without it (`default=True`).
 
@@ -257,7 +256,6 @@ _reached: WeakSet[Any] = WeakSet()
 """Models that were called through it."""
 
 
-@spelt_right
 def enable_everywhere(default: Any = None) -> None:
     """Let every model of the process take `speculative=` in `generate`, also future ones.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import transformers
@@ -12,7 +11,6 @@ from transformers import (
     ImageTextToTextPipeline,
     TextGenerationPipeline,
 )
-from transformers.pipelines import check_task
 
 from lookahead_hf.call.arguments import OURS
 from lookahead_hf.config import SpeculativeConfig
@@ -50,40 +48,18 @@ def pipeline(
         ValueError: The pipeline does not generate text, or `speculative` has a wrong value.
     """
     SpeculativeConfig.resolve(speculative)
-    kind = kwargs.get("pipeline_class") or _kind_of(task)
-    if kind is not None:
-        _check(task, kind)  # before anything is loaded
     pipe = transformers.pipeline(task, model, *args, **kwargs)
-    _check(pipe.task, type(pipe))
+    if not issubclass(type(pipe), tuple(SERVED.values())):
+        raise ValueError(
+            f"a {pipe.task} pipeline does not generate text: speculation supports the tasks "
+            f"{', '.join(SERVED)}; build other pipelines with transformers.pipeline"
+        )
     enable(pipe.model)
     pipe.__class__ = _NESTING.get(type(pipe), type(pipe))
     compat.set_forward_parameter(pipe, "speculative", speculative)
     # A call needs it to check a pool's fingerprint, and to encode a prediction.
     compat.set_forward_parameter(pipe, "speculative_tokenizer", _tokenizer(pipe))
     return pipe
-
-
-def _kind_of(task: str | None) -> type[Any] | None:
-    """Return the class of a task's pipelines; None if only transformers can find it."""
-    if task is None:
-        return None
-    try:
-        _, description, _ = check_task(task)
-    except KeyError:  # an unknown task, or one that a repository defines
-        return None
-    kind = description["impl"]
-    if isinstance(kind, str):  # the path of a class that is not imported yet
-        module, _, name = kind.rpartition(".")
-        kind = getattr(importlib.import_module(module), name)
-    return kind
-
-
-def _check(task: str | None, kind: type[Any]) -> None:
-    if not issubclass(kind, tuple(SERVED.values())):
-        raise ValueError(
-            f"a {task or kind.__name__} pipeline does not generate text: speculation supports the "
-            f"tasks {', '.join(SERVED)}; build other pipelines with transformers.pipeline"
-        )
 
 
 def _tokenizer(pipe: Any) -> Any:

@@ -14,9 +14,8 @@ from typing import Any
 
 from lookahead_hf.call import optional
 from lookahead_hf.model.state import kept
-from lookahead_hf.trace import Trace
-from lookahead_hf.trace.steps import PARTS
-from lookahead_hf.utils import known_names, unwrap
+from lookahead_hf.trace import PARTS, Trace
+from lookahead_hf.utils import unwrap
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +135,7 @@ class SpeculativeStats:
                 "num_draft_tokens": drafted,
             }
         if style != "full":
-            names = known_names(style, ("full", "vllm"))
-            raise ValueError(f"style={style!r} is not known; {names}")
+            raise ValueError(f"style={style!r} is not known; known: full, vllm")
         values = asdict(self)
         for name in ("accepted_histogram", "own_code", "row_stats"):
             values[name] = list(values[name])

@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.utils.logging import tqdm
 
 from lookahead_hf import fallback
 from lookahead_hf.call import admission
 from lookahead_hf.call.admission import Purpose
-from lookahead_hf.config import SpeculativeConfig
+from lookahead_hf.config import SpeculativeConfig, check_int
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting.costs import SIZES
 from lookahead_hf.drafting.memory import memory_of, placement
@@ -27,7 +26,7 @@ from lookahead_hf.runner.host import Runner, StepOptions, choose, groups_of
 from lookahead_hf.runner.outputs import DeviceOutputs, Scores
 from lookahead_hf.runner.patched import patched
 from lookahead_hf.runner.prefill import start
-from lookahead_hf.utils import spelt_right, unwrap
+from lookahead_hf.utils import unwrap
 from lookahead_hf.verification import select
 
 REPEATS = 5
@@ -39,7 +38,6 @@ SECONDS = 10.0
 logger = logging.getLogger(__name__)
 
 
-@spelt_right
 def warm_up(
     model: Any,
     *,
@@ -50,7 +48,6 @@ def warm_up(
     do_sample: bool = False,
     compiled_layers: bool | str = True,
     seconds: float | None = SECONDS,
-    progress: bool = True,
 ) -> None:
     """Compile, prepare layers, capture steps, and measure what draft tokens cost this model.
 
@@ -73,69 +70,21 @@ def warm_up(
             captured. Captured steps serve one of the two kinds.
         compiled_layers: As in the `SpeculativeConfig` of these calls.
         seconds: When to end; None for no limit. A part that has begun is completed.
-        progress: Whether a bar shows the progress after the first second if stderr is a terminal.
 
     Raises:
-        ValueError: A number is not an int above 0, `seconds` is not above 0, `compiled_layers` is
-            no value that a configuration takes, or `model` is no model or has no weights.
+        ValueError: A number is not an int above 0, `compiled_layers` is no value that a
+            configuration takes, or `model` is no model or has no weights.
     """
-    for name, value in (
-        ("batch_size", batch_size),
-        ("context_length", context_length),
-        ("max_draft_nodes", max_draft_nodes),
-        ("max_new_tokens", max_new_tokens),
-    ):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} must be an int from 1 on, not {value!r}")
-    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-    if seconds is not None and not (is_number and seconds > 0):
-        raise ValueError(f"seconds must be a number above 0, or None, not {seconds!r}")
+    check_int("batch_size", batch_size, 1, 2**31)
+    check_int("context_length", context_length, 1, 2**31)
+    check_int("max_draft_nodes", max_draft_nodes, 1, 2**31)
+    check_int("max_new_tokens", max_new_tokens, 1, 2**31)
+    end = time.monotonic() + (math.inf if seconds is None else seconds)
     compiled = SpeculativeConfig(compiled_layers=compiled_layers).compiled_layers
     sizes = batch_size, context_length, max_draft_nodes, max_new_tokens
-    with _Time(seconds, progress) as limit:
-        _warm_up(unwrap(model), *sizes, do_sample, compiled, limit)
-
-
-class _Time:
-    """A time limit, and a progress bar that appears after the first second."""
-
-    def __init__(self, seconds: float | None, shows: bool) -> None:
-        self._begin, self._shown = time.monotonic(), 0.0
-        self._most = math.inf if seconds is None else seconds
-        most = "" if seconds is None else f" of at most {seconds:g}"
-        self._bar = tqdm(
-            total=seconds,
-            delay=1.0,
-            mininterval=0.5,
-            leave=False,
-            disable=None if shows else True,  # None: shown on a terminal alone
-            bar_format=f"warm_up, {{desc}}: {{n:.0f}}{most} s",
-        )
-
-    @property
-    def is_over(self) -> bool:
-        """Whether to begin nothing more."""
-        return time.monotonic() - self._begin >= self._most
-
-    @property
-    def left(self) -> float:
-        """The seconds until then."""
-        return max(0.0, self._begin + self._most - time.monotonic())
-
-    def show(self, what: str) -> None:
-        """Show the present activity."""
-        passed = time.monotonic() - self._begin
-        self._bar.set_description_str(what, refresh=False)
-        self._bar.update(passed - self._shown)
-        self._shown = passed
-
-    def __enter__(self) -> _Time:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.close()
-        if self.is_over:
-            logger.info("warm_up has ended after %g s; calls do what is left", self._most)
+    _warm_up(unwrap(model), *sizes, do_sample, compiled, end)
+    if time.monotonic() >= end:
+        logger.info("warm_up has ended after %g s; calls do what is left", seconds)
 
 
 def _warm_up(
@@ -146,9 +95,9 @@ def _warm_up(
     max_new_tokens: int,
     do_sample: bool,
     compiled: bool | str,
-    limit: _Time,
+    end: float,
 ) -> None:
-    """Do what `warm_up` does, up to a time limit."""
+    """Do what `warm_up` does, and begin nothing more after the time `end`."""
     is_empty = {each.device.type for each in model.parameters()} == {"meta"}
     if is_empty and not any(map(compat.is_offloaded, model.modules())):
         raise ValueError("the model is on the device 'meta', without weights: load them first")
@@ -156,10 +105,9 @@ def _warm_up(
     for each in groups:
         if not each.is_available():  # what has failed is tried again
             each.retry()
-    compilation.wait(groups, limit.left, lambda _: limit.show("compiling, once per installation"))
-    if limit.is_over:
+    compilation.wait(groups, end - time.monotonic())
+    if time.monotonic() >= end:
         return
-    limit.show("testing the model")
     try:
         admission.admit(model, Purpose.WARM_UP)
     except Unserved as unserved:
@@ -176,7 +124,7 @@ def _warm_up(
     runner = _runner(model, batch_size, max_new_tokens, do_sample, compiled)
     try:
         most_nodes = min(max_draft_nodes, runner.most_nodes or max_draft_nodes)
-        _measure(runner, context_length, most_nodes, limit)
+        _measure(runner, context_length, most_nodes, end)
     finally:
         runner.end()
 
@@ -205,7 +153,7 @@ def _unaltered(rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Scores:
 
 
 @torch.no_grad()
-def _measure(runner: Runner, context_length: int, most_nodes: int, limit: _Time) -> None:
+def _measure(runner: Runner, context_length: int, most_nodes: int, end: float) -> None:
     """Time steps of every size, in turns, so that a disturbance hits all sizes."""
     model, num_rows = runner.model, runner.num_rows
     vocab = int(compat.text_config(model).vocab_size)
@@ -216,7 +164,6 @@ def _measure(runner: Runner, context_length: int, most_nodes: int, limit: _Time)
         start(runner, prompt)
         for row in range(num_rows):
             rows.emit(row, int(ids[row, 0]))
-        limit.show("preparing layers, or capturing steps")
         runner.capture()
         # The first step finds out which layers the kernels compute.
         _time_step(runner, rows, ids[0, 0] % vocab, 0)
@@ -229,9 +176,8 @@ def _measure(runner: Runner, context_length: int, most_nodes: int, limit: _Time)
         firsts: dict[int, float] = {}
         # Downwards, since a step after a much larger one takes longer.
         for turn, count in product(range(1 + REPEATS), sorted(counts, reverse=True)):
-            if limit.is_over:
+            if time.monotonic() >= end:
                 break
-            limit.show("measuring what draft tokens cost")
             seconds = _time_step(runner, rows, ids[0, 0] % vocab, count)
             size = (1 + count) * num_rows if runner.is_flat else count
             if turn:

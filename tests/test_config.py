@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -25,16 +24,14 @@ OBJECT = SimpleNamespace(propose=print, name="mine")
     ("fields", "message"),
     [
         ({"drafters": 3}, "holds 3, which is neither"),
-        ({"drafters": "ngrm"}, "did you mean 'ngram'"),
         ({"drafters": ()}, "speculative=False"),
-        ({"drafters": ("ngrams",)}, "did you mean 'ngram'. known: ngram, recycling"),
+        ({"drafters": ("ngrams",)}, "known: ngram, recycling"),
         ({"drafters": ("ngram", "ngram")}, "duplicate: 'ngram'"),
         ({"drafters": (object(),)}, "method `propose`"),
         ({"drafters": (type("Mine", (), {"propose": print}),)}, "neither"),
         ({"max_draft_nodes": 0}, "int in 1..4096"),
         ({"budget": "much"}, 'must be "auto" or an int in 0..64'),
         ({"budget": 65}, "int in 0..64"),
-        ({"verification": "Exakt"}, "did you mean 'exact'. known: exact, rejection"),
         ({"verification": "sure"}, "known: exact, rejection"),
         ({"draft_invariant": 1}, "known: True, False"),
         ({"compiled_layers": "yes"}, "known: True, False"),
@@ -132,26 +129,13 @@ def test_a_drafter_alone_means_what_it_says(name: str) -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("promt_lookup", "did you mean 'prompt_lookup'. known: default,"),
-        ("n_gram", "did you mean 'ngram'. known: default,"),
-        ({"drafter": "ngram"}, "no argument 'drafter'; did you mean 'drafters'"),
-        ({"max_draft_node": 8}, "no argument 'max_draft_node'; did you mean 'max_dr"),
+        ("promt_lookup", "speculative cannot be 'promt_lookup'; known: default,"),
+        ({"drafter": "ngram"}, "no argument 'drafter'; known: drafters, max_draft_nodes"),
     ],
 )
 def test_what_is_not_known(value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SpeculativeConfig.resolve(value)
-
-
-def test_an_argument_that_is_misspelt() -> None:
-    with pytest.raises(TypeError, match="no argument 'drafter'; did you mean 'drafters'. known"):
-        SpeculativeConfig(drafter=("ngram",))  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="did you mean 'budget'"):
-        dataclasses.replace(SpeculativeConfig(), budgets=3)  # type: ignore[call-arg]
-    assert list(inspect.signature(SpeculativeConfig).parameters)[:2] == [
-        "drafters",
-        "max_draft_nodes",
-    ]
 
 
 @pytest.mark.parametrize("value", [SpeculativeConfig(), 1, 1.5, object(), ("ngram",)])

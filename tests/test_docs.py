@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Text
 
 import lookahead_hf
 from lookahead_hf.call import execution
-from lookahead_hf.tools.cli.table import COMMANDS
+from lookahead_hf.tools.cli.commands import COMMANDS
 from tests.helpers.tiny_chat import save_tiny_chat
 
 ROOT = Path(__file__).parents[1]

@@ -12,8 +12,13 @@ import pytest
 import torch
 
 from lookahead_hf import SpeculativeConfig
-from lookahead_hf.tools.cli.measuring import end_tokens, until_end
-from lookahead_hf.tools.cli.near_ties import Divergence, describe, find_divergences
+from lookahead_hf.tools.cli.measuring import (
+    Divergence,
+    describe,
+    end_tokens,
+    find_divergences,
+    until_end,
+)
 from tests.helpers.compared import served
 from tests.helpers.real_texts import encode, load_real_model, texts
 

@@ -6,7 +6,6 @@ import copy
 import inspect
 import io
 import pickle
-import re
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -116,21 +115,6 @@ def test_a_default_speculates_without_an_argument(
     enable(False)
     run(model)
     assert len(decoding.calls) == 2
-
-
-@pytest.mark.parametrize(
-    ("misspelt", "meant"), [("defualt", "'default'"), ("Default", "'default'"), ("modl", "'model'")]
-)
-def test_a_misspelt_argument_is_recognised(model: Any, misspelt: str, meant: str) -> None:
-    found = dict(vars(model))
-    title = f"enable has no argument {misspelt!r}; did you mean {meant}? known: model, default"
-    with pytest.raises(TypeError, match=re.escape(title)):
-        lookahead_hf.enable(model, **{misspelt: True})
-    assert vars(model) == found
-    with pytest.raises(TypeError, match="did you mean 'default'"):
-        lookahead_hf.enable_everywhere(defualt=True)  # type: ignore[call-arg]
-    assert GenerationMixin.generate is STOCK
-    assert [*inspect.signature(lookahead_hf.enable).parameters] == ["model", "default"]
 
 
 def test_signature_and_name_pass_through(model: Any, everywhere: None) -> None:
@@ -264,9 +248,3 @@ def test_a_default_needs_a_generation_config(model: Any, value: Any) -> None:
     model.generation_config = None
     with pytest.raises(ValueError, match=r"set model\.generation_config = .*GenerationConfig\(\)"):
         lookahead_hf.set_default(model, value)
-
-
-def test_python_suggests_the_name_that_was_meant() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'enabel'") as raised:
-        lookahead_hf.enabel  # noqa: B018
-    assert (raised.value.name, raised.value.obj) == ("enabel", lookahead_hf)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from tqdm import tqdm
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig, warmup
@@ -145,9 +143,9 @@ def test_where_nothing_is_captured_the_ancestors_fit_their_words(
 @pytest.mark.parametrize(
     "name", ["batch_size", "context_length", "max_draft_nodes", "max_new_tokens"]
 )
-@pytest.mark.parametrize("value", [0, True, 1.5, "8"])
+@pytest.mark.parametrize("value", [0, "8"])
 def test_what_is_no_number_from_one_on_is_refused(name: str, value: object) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be an int from 1 on"):
+    with pytest.raises(ValueError, match=f"{name} is {value!r}, but must be an int"):
         lookahead_hf.warm_up(tiny("llama"), **{name: value})  # type: ignore[arg-type]
 
 
@@ -172,54 +170,20 @@ def test_an_encoder_decoder_model_is_left_to_its_calls() -> None:
     assert compilation.drafting.is_loaded()
 
 
-class Clock:
-    """Time in a test: every step of warming up takes a while by it."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-        self.now, self.steps = 100.0, 0
-        own = warmup._time_step
-
-        def step(*given: Any) -> float:
-            self.now += seconds
-            self.steps += 1
-            return own(*given)
-
-        monkeypatch.setattr(warmup, "_time_step", step)
-        monkeypatch.setattr(time, "monotonic", lambda: self.now)
-        monkeypatch.setattr("tqdm.std.time", lambda: self.now)
-
-
 @pytest.mark.parametrize("limit", [3.0, None])
 def test_it_ends_in_time_with_what_it_has(
     limit: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, model = Clock(monkeypatch, 1.0), tiny("llama")
+    now, model, own = [100.0], tiny("llama"), warmup._time_step
+
+    def step(*given: Any) -> float:
+        now.append(now[-1] + 1.0)
+        return own(*given)
+
+    monkeypatch.setattr(warmup, "_time_step", step)
+    monkeypatch.setattr(time, "monotonic", lambda: now[-1])
     lookahead_hf.warm_up(model, context_length=20, seconds=limit, compiled_layers=False)
     curve = memory_of(model).costs.curve(1, 20, placement(model), "")
-    assert clock.steps == 3 if limit else clock.steps > 20
+    assert len(now) == 1 + 3 if limit else len(now) > 20
     assert curve.num_samples(64) == (1 if limit else 5)
     assert curve.num_samples(0) == (0 if limit else 5)
-
-
-@pytest.mark.parametrize(("seconds", "is_shown"), [(0.4, True), (0.0, False)])
-def test_a_bar_appears_after_a_second(
-    seconds: float, is_shown: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock, model = Clock(monkeypatch, seconds), tiny("llama")
-    shown: list[float] = []
-    monkeypatch.setattr(tqdm, "display", lambda *_, **__: shown.append(clock.now))
-    monkeypatch.setattr(warmup, "tqdm", tqdm)  # transformers' is off in tests
-    lookahead_hf.warm_up(model, context_length=20, compiled_layers=False)
-    assert not shown  # this is no terminal
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    lookahead_hf.warm_up(model, context_length=20, compiled_layers=False, progress=False)
-    assert not shown
-    begin = clock.now
-    lookahead_hf.warm_up(model, context_length=20, compiled_layers=False)
-    assert bool(shown) is is_shown
-    assert all(begin + 1.0 <= now < begin + 3.0 for now in shown[:1])
-
-
-def test_a_name_that_is_misspelt() -> None:
-    with pytest.raises(TypeError, match="did you mean 'batch_size'"):
-        lookahead_hf.warm_up(tiny("llama"), batchsize=4)  # type: ignore[call-arg]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +19,6 @@ from lookahead_hf.call.stopping import with_stop_strings
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.model import compat
-from lookahead_hf.utils import nearest
 
 OURS = ("speculative", "prediction", "speculative_tokenizer")
 """Arguments that transformers does not know.
@@ -114,13 +114,6 @@ class GenerateArguments:
         name = getattr(own, "__qualname__", None) or f"{type(self._model).__name__}.generate"
         return Unserved(FallbackReason.OWN_GENERATE, name)
 
-    @property
-    def num_rows(self) -> int | None:
-        """Rows of the batch, None if the arguments do not tell; a prompt may have several texts."""
-        names = ("inputs", self._model.main_input_name, "input_ids", "inputs_embeds")
-        batches = [self.given[name] for name in names if self.given.get(name) is not None]
-        return len(batches[0]) * int(self.setting("num_return_sequences") or 1) if batches else None
-
     def prediction(self) -> list[np.ndarray] | None:
         """Return the caller's prediction as token ids per row; one row serves all."""
         if self._prediction is None:
@@ -185,7 +178,8 @@ def check_name(
     """
     options = [each.name for each in fields(SpeculativeConfig)]
     theirs = {*theirs}
-    meant = nearest(name, {*own, *options, *theirs, *elsewhere})
+    known = {*own, *options, *theirs, *elsewhere}
+    meant = next(iter(difflib.get_close_matches(name, known, 1, cutoff=0.7)), None)
     if meant is None or meant in theirs:
         return
     fix = f"did you mean {meant}=?"

@@ -12,9 +12,9 @@ MODULES = {
     "cuda": "lookahead_hf.engines.cuda.runner",
     "recurrent states": "lookahead_hf.engines.hybrid",
     "grammar": "lookahead_hf.sources.grammar.drafter",
-    "processes": "lookahead_hf.distributed.coordinator",
+    "processes": "lookahead_hf.distributed",
     "continuous batching": "lookahead_hf.queue.methods",
-    "pages of a trace": "lookahead_hf.tools.trace.page",
+    "pages of a trace": "lookahead_hf.tools.trace",
 }
 """Modules by name. An engine that runs steps has the name of its device; see `runner.host`."""
 

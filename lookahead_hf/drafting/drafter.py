@@ -49,7 +49,7 @@ class Traits:
         if not ((rates >= 0) & (rates <= 1)).all():
             raise ValueError(f"prior must be rates between 0 and 1, not {self.prior!r}")
         if wrong := next((name for name in self.needs if name not in NEEDS), None):
-            raise ValueError(f"needs {wrong!r}: {known_names(wrong, NEEDS)}")
+            raise ValueError(f"needs {wrong!r}: {known_names(NEEDS)}")
         prior = np.broadcast_to(rates, self.buckets).astype(np.float32)
         object.__setattr__(self, "prior", prior)
 

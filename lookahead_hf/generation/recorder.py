@@ -14,8 +14,7 @@ import numpy as np
 from lookahead_hf.draft import DraftTree, Verdict, place_in_row
 from lookahead_hf.rows import Rows
 from lookahead_hf.stats import RowStats, SpeculativeStats
-from lookahead_hf.trace import Trace, TraceNode, TraceRow, TraceStep
-from lookahead_hf.trace.steps import PARTS
+from lookahead_hf.trace import PARTS, Trace, TraceNode, TraceRow, TraceStep
 
 
 class StatsRecorder:

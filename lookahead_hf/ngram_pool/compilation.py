@@ -230,28 +230,20 @@ def request(
             each.fail(error)
 
 
-def wait(
-    groups: Sequence[Functions],
-    seconds: float = math.inf,
-    show: Callable[[float], None] | None = None,
-) -> None:
+def wait(groups: Sequence[Functions], seconds: float = math.inf) -> None:
     """Wait until groups are compiled and loaded, or have failed.
 
     Args:
         groups: The groups, in the order in which they are needed.
         seconds: When to give up waiting.
-        show: Called with the seconds so far, while another process compiles.
     """
     request(groups, is_awaited=True)
-    start = time.monotonic()
+    end = time.monotonic() + seconds
     for each in groups:
         while not each.ready() and each.is_available():
-            passed = time.monotonic() - start
-            if passed >= seconds:
+            if time.monotonic() >= end:
                 return
             if not each.is_on_disk():
-                if show is not None:
-                    show(passed)
                 time.sleep(POLL_SECONDS)
 
 

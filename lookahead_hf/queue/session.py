@@ -29,7 +29,7 @@ from lookahead_hf.rows import Rows
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.processes import Processes
 from lookahead_hf.stats import SpeculativeStats
-from lookahead_hf.trace.steps import PARTS
+from lookahead_hf.trace import PARTS
 from lookahead_hf.verification.walk import Walk
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ import safetensors.torch
 import torch
 from torch.nn.functional import linear, silu
 
+from lookahead_hf import distributed
 from lookahead_hf.config import check_int
-from lookahead_hf.distributed import coordinator
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting.drafter import Drafter, Step, Traits
 from lookahead_hf.model import compat
@@ -203,7 +203,7 @@ class MtpHeads:
 
     def __init__(self, target: Any, num_draft: int | None) -> None:
         """Take the layers of a model; write so many tokens ahead, None as in `MtpDrafter`."""
-        if coordinator.is_spread(target):
+        if distributed.is_spread(target):
             raise ValueError(
                 'the drafter "mtp" needs the whole model in the process that drafts, but it is '
                 "split over processes: leave the drafter out"

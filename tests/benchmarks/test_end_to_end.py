@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lookahead_hf.tools.cli import measuring, near_ties
+from lookahead_hf.tools.cli import measuring
 from tests.helpers.tiny_chat import DRAFTING
 
 PROGRAM = "end_to_end"
@@ -65,8 +65,8 @@ def test_a_text_that_parts_elsewhere_than_at_a_near_tie_fails_the_benchmark(
         return replace(call, rows=rows)
 
     monkeypatch.setattr(measuring, "timed_call", changed)
-    monkeypatch.setattr(near_ties, "MOST_ULPS", 10**9 if is_near else 4)
-    monkeypatch.setattr(near_ties, "SHIFTS", (0, 10**9))
+    monkeypatch.setattr(measuring, "MOST_ULPS", 10**9 if is_near else 4)
+    monkeypatch.setattr(measuring, "SHIFTS", (0, 10**9))
     words = ["--model", folder, "--families", "qa", "--prompts-per-family", "2", "--rounds", "1"]
     words += ["--new-tokens", "8", "--no-cache-only"]
     if is_near:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from lookahead_hf.distributed import coordinator
+from lookahead_hf import distributed as coordinator
 from lookahead_hf.fallback import Unserved
 from lookahead_hf.sources.assistant.drafter import AssistantDrafter
 from tests.helpers.models import tiny

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lookahead_hf
-from lookahead_hf.tools.cli.real_model import ensure_demo_model
+from lookahead_hf.tools.cli.models import ensure_demo_model
 
 PROMPTS = Path(__file__).parents[2] / "benchmarks" / "data" / "prompts_dev.jsonl"
 

@@ -7,11 +7,8 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-import lookahead_hf
-from lookahead_hf.tools.cli.comparison import Stage
-from lookahead_hf.tools.cli.screen import Screen
 from tests.helpers.models import tiny
 
 DRAFTING: dict[str, Any] = {"budget": 8}
@@ -61,11 +58,3 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, chat_template=TEMPLATE
     )
-
-
-def stage_on(folder: str, max_new_tokens: int, screen: Screen) -> Stage:
-    """The saved model, enabled and greedy, as the commands hold it."""
-    model = lookahead_hf.enable(AutoModelForCausalLM.from_pretrained(folder).eval())
-    generation = {"max_new_tokens": max_new_tokens, "do_sample": False}
-    drafting = {"speculative": lookahead_hf.SpeculativeConfig(**DRAFTING)}
-    return Stage(model, AutoTokenizer.from_pretrained(folder), generation, screen, drafting)

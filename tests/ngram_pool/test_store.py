@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from lookahead_hf import utils
 from lookahead_hf.ngram_pool import NgramPool, store
 from tests.helpers.ngrams import EVEN, TEXT, held, pool_of, tree_of
 
@@ -255,29 +254,3 @@ def test_a_writer_that_fails_leaves_the_old_file(
         NgramPool.load(path).save(path)
     assert path.read_bytes() == before
     assert os.listdir(path.parent) == [path.name]
-
-
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no flock")
-def test_what_a_killed_writer_has_left_is_removed(tmp_path: Path) -> None:
-    path = tmp_path / "a[1].pool"
-    write = (
-        "import os, pathlib, signal, sys\n"
-        "from lookahead_hf.utils import replacing\n"
-        "with replacing(pathlib.Path(sys.argv[1])):\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    subprocess.run([sys.executable, "-c", write, str(path)], check=False)
-    (left,) = tmp_path.iterdir()
-    others = [tmp_path / f".{name}.0.part" for name in ("b.pool", "a1.pool")]
-    written = tmp_path / f".{path.name}.1.part"
-    for each in (*others, written):
-        each.write_bytes(b"x")
-    NgramPool(16).save(path)
-    assert left.exists()  # it may be that of a writer that has not locked it yet
-    for each in tmp_path.iterdir():
-        os.utime(each, (1e9, 1e9))
-    with written.open("rb") as file:
-        assert utils._lock(file)  # as its writer does
-        NgramPool(16).save(path)
-    assert not left.exists()
-    assert all(each.exists() for each in (written, *others))

@@ -13,7 +13,7 @@ from lookahead_hf.generation.recorder import StatsRecorder
 from lookahead_hf.queue import scheduler
 from lookahead_hf.queue import session as queue_session
 from lookahead_hf.stats import joined
-from lookahead_hf.trace.steps import PARTS
+from lookahead_hf.trace import PARTS
 from tests.helpers import models
 from tests.helpers.requests import DRAFTED, WAIT, prompts, running, seeded, settings, speculated
 

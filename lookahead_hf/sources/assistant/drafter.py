@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from lookahead_hf import distributed
 from lookahead_hf.config import check_int
-from lookahead_hf.distributed import coordinator
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting.drafter import Drafter, TargetCall, Traits
 from lookahead_hf.model import compat
@@ -184,7 +184,7 @@ class AssistantDrafter(Drafter):
 def _check_model(model: Any) -> None:
     if not (isinstance(model, torch.nn.Module) and hasattr(model, "config")):
         raise ValueError(f"assistant_model must be a model of transformers, not {model!r}")
-    if coordinator.is_spread(model):
+    if distributed.is_spread(model):
         raise ValueError("an assistant must be whole in the process that drafts, not sharded")
 
 

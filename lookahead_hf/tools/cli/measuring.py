@@ -1,17 +1,21 @@
-"""Measures plain and speculative calls, and sums the measurements up."""
+"""Measures plain and speculative calls: their speeds, and where their texts diverge."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
 from lookahead_hf.tools.cli.screen import CommandError
 
 if TYPE_CHECKING:
+    import torch
+
     from lookahead_hf.stats import SpeculativeStats
 
 
@@ -77,14 +81,16 @@ def measure(
     shared: dict[str, Any],
     rounds: int,
     seed: int = 0,
+    prepares: bool = True,
 ) -> Iterator[list[Run]]:
     """Run every batch by every system, round after round; yield the runs so far after every batch.
 
     `ways` are the arguments that each system adds to the `shared` ones of `generate`. `seed` is
-    that of the first batch; every further batch has the next number. CommandError if a speculative
-    call ran plain `generate`.
+    that of the first batch; every further batch has the next number. At first the first batch runs
+    untimed, if that `prepares` what later calls find. CommandError if a speculative call ran plain
+    `generate`.
     """
-    for extra in ways.values():
+    for extra in ways.values() if prepares else ():
         timed_call(model, batches[0].inputs | shared | extra, seed)
     runs = [{name: Run(batch.family, name) for name in ways} for batch in batches]
     named = list(ways.items())
@@ -172,6 +178,22 @@ def summarize(runs: list[Run]) -> list[Line]:
     return lines
 
 
+def table(lines: Sequence[Line]) -> list[list[str]]:
+    """Return the lines as the rows of a table, below its headers."""
+    rows = [
+        [
+            f"{line.family}, {line.system}",
+            f"{line.tokens_per_second:.1f}",
+            f"{line.ratio:.2f}",
+            f"{line.lowest:.2f}-{line.highest:.2f}",
+            f"{line.tokens_per_step:.2f}",
+            f"{line.identical * line.texts:.0f} of {line.texts}",
+        ]
+        for line in lines
+    ]
+    return [["prompts, system", "tokens/s", "ratio", "of texts", "per step", "identical"], *rows]
+
+
 def _line(family: str, runs: list[Run], plain: list[Run]) -> Line:
     pairs = [
         pair
@@ -223,3 +245,169 @@ def _outside_forward(runs: list[Run]) -> float | None:
 
 def _ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator else float("nan")
+
+
+MOST_ULPS = 6
+"""Rounding may move two logits this far against each other, in units of the last place.
+
+The unit is that of the larger logit, or of the median size of the step's logits if that is more:
+the error comes from the hidden state and does not shrink with a single logit. In bfloat16, blocks
+of 1 to 17 tokens moved two logits of 6.4 by 0.22 against each other, 7 units of their own, where
+the other logits are near -10.
+
+Over 395 steps of SmolLM2-135M, plain single tokens, blocks by torch and compiled layers have the
+same error against float32: 0.071, 0.072 and 0.075 for one of the five best logits (its standard
+deviation), so that two ways move two logits by 2.3 units against each other, and seldom by 5.
+"""
+
+SHIFTS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)
+"""Shifts of a logit that are tried, in units of the last place."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first token of a row that differs from the plain run's.
+
+    One of the two logits must move by `ulps`, units of the last place, before plain decoding takes
+    the other token; None: no shift that was tried is enough. Instead of a token, None stands for
+    the end of a text.
+    """
+
+    row: int
+    num_same: int  # tokens before it
+    plain: int | None
+    other: int | None
+    ulps: int | None = None
+
+    @property
+    def is_near_tie(self) -> bool:
+        return self.ulps is not None and self.ulps <= MOST_ULPS
+
+
+def describe(divergences: Sequence[Divergence | None]) -> str:
+    """Say how many texts part from the plain run's, and whether all do so at near ties."""
+    found = [each for each in divergences if each is not None]
+    if not found:
+        return f"identical, {len(divergences)} of {len(divergences)}"
+    beyond = [each for each in found if not each.is_near_tie]
+    if beyond:
+        return f"BUG: parts beyond near ties, {len(beyond)} of {len(divergences)}"
+    most = max(each.ulps or 0 for each in found)
+    return f"parts at near ties only, {len(found)} of {len(divergences)} (at most {most} ulps)"
+
+
+def find_divergences(
+    model: Any,
+    call: Mapping[str, Any],
+    plain: Sequence[Sequence[int]],
+    others: Sequence[Sequence[Sequence[int]]],
+    seed: int = 0,
+) -> list[list[Divergence | None]]:
+    """Compare texts with those of plain decoding; where they part, decode again and look closely.
+
+    The logits are those of plain decoding itself: its batch, its cache, one token per step. One
+    logit after the other is then shifted, and plain decoding's own processors and choice (the
+    largest score, or the draw for this seed and step) decide again.
+
+    Args:
+        model: An enabled model.
+        call: Arguments of plain `generate`, inputs included.
+        plain: New tokens of each row by plain decoding, up to and with the end token.
+        others: The same of other runs of that call.
+        seed: Seed of all these runs.
+
+    Returns:
+        How each row of `others` parts; None: it is identical. CommandError if plain decoding did
+            not write the same text again.
+    """
+    import torch
+
+    from lookahead_hf.model import compat
+
+    found = [
+        [_divergence(row, *pair) for row, pair in enumerate(zip(plain, rows, strict=True))]
+        for rows in others
+    ]
+    places = {each for rows in found for each in rows if each is not None}
+    if not places:
+        return found
+    examined: dict[Divergence, Divergence] = {}
+
+    def decode(
+        model: Any,
+        input_ids: torch.Tensor,  # [rows, columns]
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **kwargs: Any,
+    ) -> Any:
+        def watch(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+            choose = partial(_choices, logits_processor, generation_config.do_sample, ids)
+            for place in places:
+                if place.num_same == ids.shape[1] - input_ids.shape[1]:
+                    examined[place] = _with_ulps(place, choose, logits, model.dtype)
+            return logits_processor(ids, logits)
+
+        given = input_ids, watch, stopping_criteria, generation_config
+        return compat.run_loop(model, *given, **kwargs)
+
+    last = max(place.num_same for place in places)
+    settings = {**call, "max_new_tokens": last + 1, "speculative": False}
+    torch.manual_seed(seed)
+    model.generate(**settings, custom_generate=decode)
+    return [[each and examined.get(each, each) for each in rows] for rows in found]
+
+
+def _divergence(row: int, plain: Sequence[int], other: Sequence[int]) -> Divergence | None:
+    if list(plain) == list(other):
+        return None
+    pairs = enumerate(zip(plain, other, strict=False))
+    index = next((at for at, (a, b) in pairs if a != b), min(len(plain), len(other)))
+    tokens = (text[index] if index < len(text) else None for text in (plain, other))
+    return Divergence(row, index, *tokens)
+
+
+def _choices(
+    processors: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    do_sample: bool,
+    ids: torch.Tensor,  # [rows, columns]
+    logits: torch.Tensor,  # [rows, vocab]
+) -> list[int]:
+    """Choose the next token of every row as plain decoding does; draws change no generator."""
+    import torch
+
+    with torch.random.fork_rng([logits.device] if logits.device.type == "cuda" else []):
+        scores = processors(ids, logits.clone())
+        if do_sample:
+            return torch.multinomial(scores.softmax(-1), 1)[:, 0].tolist()
+        return scores.argmax(-1).tolist()
+
+
+def _with_ulps(
+    place: Divergence,
+    choose: Callable[[torch.Tensor], list[int]],
+    logits: torch.Tensor,  # [rows, vocab]
+    dtype: torch.dtype,
+) -> Divergence:
+    """Shift the two logits of a place until plain decoding takes the other token."""
+    import torch
+
+    row, plain, other = place.row, place.plain, place.other
+    if plain is None or other is None:  # a text stopped where no end token made it
+        return place
+    if choose(logits)[row] != plain:
+        raise CommandError(
+            "Plain generate did not write the same text again, so that its logits cannot be "
+            "compared. Does this model compute the same call twice with the same result?"
+        )
+    sizes = logits[row].abs()
+    size = float(torch.maximum(sizes[[plain, other]].max(), sizes.median()))
+    spacing = float(torch.finfo(dtype).eps) * 2.0 ** math.floor(math.log2(size or 1.0))
+    for ulps in SHIFTS:
+        shift = (ulps + 0.01) * spacing  # beyond a tie, which the smaller token id would win
+        for token, by in ((other, shift), (plain, -shift)):
+            shifted = logits.clone()
+            shifted[row, token] += by
+            if choose(shifted)[row] == other:
+                return replace(place, ulps=ulps)
+    return place

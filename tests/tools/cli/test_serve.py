@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -38,7 +37,7 @@ def test_the_command_serves_a_model_with_its_options(
             answers.append(client.completions.create(model=folder, **asked))
 
     monkeypatch.setattr(uvicorn.Server, "run", ask)
-    monkeypatch.setattr("lookahead_hf.warm_up", lambda model, progress: None)
+    monkeypatch.setattr("lookahead_hf.warm_up", lambda model: None)
     ours = ["--pool", "pool.safetensors", "--config", '{"budget": 6}']
     theirs = ["--port", str(port), "--host", "localhost", "--device", "cpu"]
     run("serve", *ours, *theirs, folder)
@@ -68,16 +67,6 @@ def test_what_is_wrong_is_said_before_the_server_starts(
     _server_packages()
     assert main(["serve", "--port", "0", *words]) == code
     assert message in re.sub(r"\s+", " ", capfd.readouterr().err)
-
-
-def test_a_name_that_nobody_can_look_up_is_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, run: Run
-) -> None:
-    _server_packages()
-    fails = Mock(side_effect=ConnectionError)
-    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", fails)
-    error = run("serve", "--port", "8123", "OWNER/none@main", code=1).err
-    assert "OWNER/none could not be loaded (the Hugging Face hub cannot be reached" in error
 
 
 def test_without_the_packages_the_command_names_them(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lookahead_hf.tools.ray import application
+from lookahead_hf.ray import application
 from tests.helpers.served import free_port, running, save_ascii_chat
 
 for name in ("fastapi", "uvicorn", "openai", "prometheus_client"):

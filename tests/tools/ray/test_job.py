@@ -16,7 +16,7 @@ from lookahead_hf.ray import Job, row_seed
         ({"max_slots": 0}, "max_slots is 0"),
         ({"seed": -1}, "seed is -1"),
         ({"speculative": "fast"}, "speculative"),
-        ({"speculative": {"budgets": 3}}, "no argument 'budgets'; did you mean 'budget'"),
+        ({"speculative": {"budgets": 3}}, "no argument 'budgets'; known: drafters"),
         ({"generation": {"temperatur": 0.7}}, "generation configs have no temperatur"),
         ({"generation": {"do_sample": True, "num_return_sequences": 2}}, "a row gets one text"),
     ],

@@ -1,76 +1,102 @@
-"""`lookahead-hf env`: the facts about a machine that a bug report needs."""
+"""`lookahead-hf env` and `compile`: what a bug report needs, and what is compiled beforehand."""
 
 from __future__ import annotations
 
 import os
 import platform
-import sys
+import time
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from lookahead_hf.tools.cli.parsing import Arguments, command
-from lookahead_hf.tools.cli.real_model import demo_model_folder
+from lookahead_hf.tools.cli.models import demo_model_folder, wait_for_functions
+from lookahead_hf.tools.cli.options import command, dtype_option
 from lookahead_hf.tools.cli.screen import CommandError, Screen
 
 _PACKAGES = ("lookahead-hf", "torch", "transformers", "triton", "numba", "numpy", "accelerate",
              "peft", "safetensors", "gguf")  # fmt: skip
 _VARIABLES = ("LOOKAHEAD_HF", "TRITON_", "NUMBA_", "CUDA_VISIBLE", "OMP_NUM", "XDG_CACHE")
-_EXAMPLES = """\
+
+
+@command(
+    "env",
+    """\
 examples:
   lookahead-hf env
   lookahead-hf env --json > environment.json
-"""
+""",
+)
+def ENV(arguments: SimpleNamespace, screen: Screen) -> None:
+    """Print what a bug report needs: versions, devices, variables, and where the demo's model is.
 
-
-@command("env", _EXAMPLES)
-def COMMAND(arguments: Arguments, screen: Screen) -> None:
-    """Print what a bug report needs.
-
-    The report has versions, devices, caches, and every reason for which a call runs plain generate.
+    The exit code is 1 if nothing is speculated with the installed transformers.
     """
-    found = collect()
-    screen.result(found)
-    for title, entries in found.items():
-        screen.line(title, "bold")
-        for name, value in entries.items():
-            screen.line(f"  {name}: {value}")
-    if found["versions"]["tested"] != YES:
-        raise CommandError(found["versions"]["tested"])
+    import torch
 
-
-def collect() -> dict[str, dict[str, Any]]:
-    from lookahead_hf.fallback import FallbackReason
-
-    return {
-        "reasons for plain generation": {
-            reason.value: f"{reason.text} ({reason.fix})" for reason in FallbackReason
-        },
-        "environment variables": {
-            name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)
-        },
-        "caches": _caches(),
-        "devices": _devices(),
-        "versions": {**versions(), "tested": _tested()},  # last, where a terminal shows them
-    }
-
-
-YES = "yes"
-
-
-def _tested() -> str:
-    """Return whether speculation works with the installed transformers, or what to do if not."""
     from lookahead_hf.fallback import FallbackReason, Unserved
 
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    variables = {name: os.environ[name] for name in os.environ if name.startswith(_VARIABLES)}
+    folder = demo_model_folder()
+    found = {
+        **versions(),
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "torch threads": torch.get_num_threads(),
+        "gpus": ", ".join(names) or "none",
+        "cuda or hip": torch.version.cuda or torch.version.hip or "none",
+        "demo model": str(folder) if folder.is_dir() else f"not fetched (would be {folder})",
+        **variables,
+    }
+    screen.result(found)
+    for name, value in found.items():
+        screen.line(f"{name}: {value}")
     try:
         from lookahead_hf.call.admission import check_version
 
         check_version()
-    except ImportError as error:
-        return f"No call is speculated: {Unserved(FallbackReason.VERSION, str(error))}"
-    except Unserved as unserved:
-        return f"No call is speculated: {unserved}"
-    return YES
+    except (ImportError, Unserved) as error:
+        reason = Unserved(FallbackReason.VERSION, str(error))
+        why = error if isinstance(error, Unserved) else reason
+        raise CommandError(f"No call is speculated: {why}") from error
+
+
+@command(
+    "compile",
+    """\
+examples:
+  lookahead-hf compile
+  lookahead-hf compile --dtype bfloat16
+  NUMBA_CACHE_DIR=/opt/compiled lookahead-hf compile
+""",
+)
+@dtype_option(
+    multiple=True,
+    default=["bfloat16", "float32"],
+    help="of the models; may be given several times",
+)
+def COMPILE(arguments: SimpleNamespace, screen: Screen) -> None:
+    """Compile what speculation needs, once per installation.
+
+    Otherwise another process compiles it beside the first calls, which decode plainly. The code is
+    kept beside the package or, if that folder is read-only, in the user's cache folder.
+    """
+    import torch
+
+    # These say what there is to compile.
+    import lookahead_hf.drafting.registry  # noqa: F401
+    from lookahead_hf.engines.cpu.kernels.program import groups_of
+    from lookahead_hf.ngram_pool import compilation
+
+    groups = [*groups_of(getattr(torch, each) for each in arguments.dtype), compilation.drafting]
+    start = time.monotonic()
+    wait_for_functions(screen, groups)
+    for each in groups:
+        each.check_available()
+    seconds = time.monotonic() - start
+    screen.result({"groups": [each.name for each in groups], "seconds": seconds})
+    screen.note(f"everything is compiled ({seconds:.0f} s)")
 
 
 def versions() -> dict[str, str]:
@@ -81,19 +107,6 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[package] = "not installed"
     return found
-
-
-def _devices() -> dict[str, Any]:
-    import torch
-
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {
-        "cpu": cpu_name(),
-        "cores": os.cpu_count(),
-        "torch threads": torch.get_num_threads(),
-        "gpus": ", ".join(names) or "none",
-        "cuda or hip": torch.version.cuda or torch.version.hip or "none",
-    }
 
 
 def machine(model: Any) -> dict[str, Any]:
@@ -120,14 +133,3 @@ def cpu_name() -> str:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def _caches() -> dict[str, Any]:
-    folder = demo_model_folder()
-    places = [os.environ.get("NUMBA_CACHE_DIR"), sys.modules["lookahead_hf"].__path__[0]]
-    roots = sorted({Path(place) for place in places if place})
-    files = [file for root in roots for file in root.rglob("*.nbi")]
-    return {
-        "demo model": str(folder) if folder.is_dir() else f"not fetched (would be {folder})",
-        "compiled numba functions": f"{len(files)} below {', '.join(map(str, roots))}",
-    }

@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from lookahead_hf.config import SpeculativeConfig
-from lookahead_hf.tools.cli.loading import check_name, warm_up
-from lookahead_hf.tools.cli.parsing import CONFIG, POOL, VERSION, as_written, with_pool
+from lookahead_hf.tools.cli.models import warm_up
+from lookahead_hf.tools.cli.options import CONFIG, POOL, as_written, with_pool
 from lookahead_hf.tools.cli.screen import CommandError, Screen, check_installed
 from lookahead_hf.tools.serving.fields import Limits
 
@@ -51,7 +51,6 @@ def _limits(command: Callable[..., None]) -> Callable[..., None]:
     context_settings={"ignore_unknown_options": True},
     options_metavar="MODEL [OPTIONS]",
 )
-@VERSION
 @CONFIG
 @POOL
 @click.option(
@@ -69,10 +68,7 @@ def _limits(command: Callable[..., None]) -> Callable[..., None]:
 )
 @_limits
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="")
-@click.pass_context
 def COMMAND(
-    context: click.Context,
-    /,
     config: SpeculativeConfig,
     pool: Path | None,
     api_key: str | None,
@@ -86,19 +82,6 @@ def COMMAND(
     counters are at /metrics. MODEL is a folder or a name of the Hugging Face hub.
     """
     check_installed("The server", NEEDS, "serve")
-    is_plain = context.find_root().params.get("no_colour", False)
-    given = {name.removeprefix("max_"): value for name, value in limits.items()}
-    sharing = {"limits": Limits(**given), "api_key": api_key or None, "together": together}
-    _serve(list(words), with_pool(config, pool), Screen(is_plain), sharing)
-
-
-def _serve(
-    words: list[str],
-    config: SpeculativeConfig,
-    screen: Screen,
-    sharing: dict[str, Any],
-) -> None:
-    """Run transformers' command with these words, and `speculating` with `sharing`, to the end."""
     import typer
     from transformers.cli.serve import Serve
 
@@ -111,16 +94,14 @@ def _serve(
     program = typer.Typer(add_completion=False)
     program.command()(Serve)
     command = typer.main.get_command(program)
-    parsed = command.make_context("serve", [*words], resilient_parsing=True)
-    name, where = parsed.params.get("force_model"), parsed.params.get("host")
-    if name:
-        check_name(name.partition("@")[0], "MODEL")  # what follows is a revision
-    if not sharing["api_key"]:
-        screen.note(f"Without --api-key, whoever reaches {where} is answered.")
+    own: dict[str, Any] = {"api_key": api_key or None, "together": together}
+    own["limits"] = Limits(**{name.removeprefix("max_"): value for name, value in limits.items()})
+    config, screen = with_pool(config, pool), Screen()
+    if not api_key:
+        screen.note("Without --api-key, whoever reaches the port is answered.")
     try:
-        serving = speculating(config, partial(warm_up, screen), **sharing)
-        with serving, ending_at_once():
-            command(words, prog_name="lookahead-hf serve")
+        with speculating(config, partial(warm_up, screen), **own), ending_at_once():
+            command([*words], prog_name="lookahead-hf serve")
     except SystemExit as end:
         if end.code:
             raise click.exceptions.Exit(int(end.code)) from None

@@ -235,7 +235,7 @@ def changed_alike(make: Callable[[], Any], change: Callable[..., None], in_mid_c
 
 
 def single() -> Any:
-    return tiny("llama")
+    return tiny("llama", num_hidden_layers=4)
 
 
 def by_a_patched_function(patch: pytest.MonkeyPatch) -> None:
@@ -546,7 +546,7 @@ def test_linear_layers_of_other_models_are_computed_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("lookahead_hf.engines.cpu.layers.LEAST_WEIGHT", 1)
-    model, ids = tiny("gpt_neox"), prompt(2, 11)
+    model, ids = tiny("gpt_neox", num_hidden_layers=4), prompt(2, 11)
     plain = model.generate(ids, max_new_tokens=20, do_sample=False)
     config = scripted(continuations(plain, 11), RandomTrees())
     with lookahead_hf.enabled(model):

@@ -22,13 +22,17 @@ from lookahead_hf.model import compat
 from lookahead_hf.ngram_pool import compilation
 from lookahead_hf.runner.forward import shared_change
 from lookahead_hf.stats import SpeculativeStats
+from tests.helpers import models
 from tests.helpers.changes import hooked
 from tests.helpers.compiled import run
 from tests.helpers.compiling import Elsewhere, nothing_compiled
-from tests.helpers.models import tiny
 
 NUM_LAYERS = 4
 """Layers of the tiny Llama. If all are served, its output layer is so, too."""
+
+
+def tiny(name: str) -> Any:
+    return models.tiny(name, num_hidden_layers=NUM_LAYERS)
 
 
 def stats_of(model: Any) -> SpeculativeStats:

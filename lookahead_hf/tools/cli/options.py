@@ -1,9 +1,9 @@
-"""Options that several commands share, and how they are read."""
+"""Options that several commands share, and the files that they name."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -12,39 +12,28 @@ from typing import Any
 
 import click
 
-import lookahead_hf
 from lookahead_hf.config import STRATEGIES, SpeculativeConfig
-from lookahead_hf.tools.cli.screen import JsonScreen, Screen
-from lookahead_hf.utils import known_names
+from lookahead_hf.tools.cli.screen import CommandError, Screen
 
-Arguments = SimpleNamespace
-"""The values of a command's arguments and options, by name."""
-
-Run = Callable[[Arguments, Screen], None]
-"""The body of a command."""
+Run = Callable[[SimpleNamespace, Screen], None]
+"""The body of a command; it gets the values of the arguments and options by name."""
 
 DTYPES = click.Choice(["float32", "bfloat16", "float16"])
 POSITIVE = click.IntRange(min=1)
-THREADS = click.IntRange(1, 1024)  # with many more, torch ends the process
-SEEDS = click.IntRange(-(2**63), 2**63 - 1)  # `bench` adds to them; torch takes 64 bits
-TOP_P = click.FloatRange(min=0, min_open=True, max=1)
 
-VERSION = click.version_option(lookahead_hf.__version__, prog_name="lookahead-hf")
+NEW_FILE = click.File("w", encoding="utf-8", lazy=False)
+"""A file to write, opened at once, so that a wrong path is reported before any work is done."""
+
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
-def command(name: str, examples: str, indent: int | None = 2) -> Callable[[Run], click.Command]:
-    """Turn a function into a command with `--json` and `--version`; its docstring is the help.
-
-    `examples` are shown below it. Without `indent`, the JSON has one line per result.
-    """
+def command(name: str, examples: str) -> Callable[[Run], click.Command]:
+    """Turn a function into a command with `--json`; its docstring and `examples` are the help."""
 
     def decorate(run: Run) -> click.Command:
-        @VERSION
         @click.option("--json", "as_json", is_flag=True, help="the result as JSON on stdout")
-        @click.pass_context
-        def call(context: click.Context, /, as_json: bool, **values: Any) -> None:
-            is_plain = context.find_root().params["no_colour"]
-            run(Arguments(**values), JsonScreen(indent) if as_json else Screen(is_plain))
+        def call(as_json: bool, **values: Any) -> None:
+            run(SimpleNamespace(**values), Screen(as_json))
 
         call.__click_params__ += getattr(run, "__click_params__", [])  # type: ignore[attr-defined]
         return click.command(name, help=run.__doc__, epilog=as_written(examples))(call)
@@ -63,24 +52,17 @@ def _all_of(*options: Callable[[Run], Run]) -> Callable[[Run], Run]:
 
 
 def _config(context: Any, option: Any, value: str | None) -> SpeculativeConfig:
-    """Read how to speculate: from JSON, from a file with JSON, or by a preset's name."""
+    """Read how to speculate: by a preset's name, from JSON, or from a file with JSON."""
     if value is None or value in STRATEGIES:
         return SpeculativeConfig.resolve(value or True) or SpeculativeConfig()
     try:
         is_json = value.lstrip().startswith("{")
         text = value if is_json else Path(value).read_text(encoding="utf-8")
         return SpeculativeConfig.from_dict(json.loads(text))
-    except FileNotFoundError:
-        known = known_names(value, STRATEGIES)
-        raise click.BadParameter(f"{value} is no file, no JSON and no preset; {known}") from None
     except (OSError, ValueError) as error:
-        raise click.BadParameter(str(error)) from error
+        known = f"it takes JSON, a file with JSON, or one of {', '.join(STRATEGIES)}"
+        raise click.BadParameter(f"{error}; {known}") from error
 
-
-NEW_FILE = click.File("w", encoding="utf-8", lazy=False)
-"""A file to write, opened at once, so that a wrong path is reported before any work is done."""
-
-FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 CONFIG = click.option(
     "--config",
@@ -90,10 +72,6 @@ CONFIG = click.option(
 )
 
 POOL = click.option("--pool", type=FILE, help="draft from this pool too; see `pool build`")
-
-DTYPE = click.option(
-    "--dtype", type=DTYPES, default="float32", show_default=True, help="of the model's weights"
-)
 
 BATCH_SIZE = click.option(
     "--batch-size", type=POSITIVE, default=1, show_default=True, help="prompts per call"
@@ -111,10 +89,24 @@ SAMPLING = _all_of(
     click.option(
         "--temperature", type=click.FloatRange(min=0), help="above 0 samples (default: greedy)"
     ),
-    click.option("--top-p", type=TOP_P, help="sample from the likeliest tokens of this total"),
-    click.option("--seed", type=SEEDS, default=0, show_default=True, help="for sampling"),
+    click.option(
+        "--top-p",
+        type=click.FloatRange(min=0, min_open=True, max=1),
+        help="sample from the likeliest tokens of this total",
+    ),
+    click.option(
+        "--seed",
+        type=click.IntRange(0, 2**62),  # `bench` adds to it
+        default=0,
+        show_default=True,
+        help="for sampling",
+    ),
 )
 """Options of how to sample; `generation_arguments` reads them."""
+
+
+def dtype_option(**settings: Any) -> Callable[[Run], Run]:
+    return click.option("--dtype", type=DTYPES, show_default=True, **settings)
 
 
 def model_options(new_tokens: int) -> Callable[[Run], Run]:
@@ -130,16 +122,16 @@ def model_options(new_tokens: int) -> Callable[[Run], Run]:
             show_default=True,
             help="the most tokens of a text",
         ),
-        click.option("--threads", type=THREADS, help="torch's threads (default: torch chooses)"),
     )
 
 
 def generation_options(new_tokens: int = 256) -> Callable[[Run], Run]:
     """Return options of commands that generate in one dtype, whether they draft or sample."""
-    return _all_of(model_options(new_tokens), DTYPE, DRAFTING, SAMPLING)
+    dtype = dtype_option(default="float32", help="of the model's weights")
+    return _all_of(model_options(new_tokens), dtype, DRAFTING, SAMPLING)
 
 
-def generation_arguments(arguments: Arguments) -> dict[str, Any]:
+def generation_arguments(arguments: SimpleNamespace) -> dict[str, Any]:
     temperature, top_p = arguments.temperature, arguments.top_p
     chosen: dict[str, Any] = {"max_new_tokens": arguments.new_tokens, "do_sample": False}
     if temperature == 0 or temperature is top_p is None:
@@ -154,3 +146,24 @@ def with_pool(config: SpeculativeConfig, file: Path | None) -> SpeculativeConfig
 
     named = file or config.pool
     return config if named is None else replace(config, pool=open_pool(named))
+
+
+def records(file: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the lines of a file that are not blank, each as its place and its record.
+
+    A line is a JSON record if it begins with a brace or the file's name ends in .jsonl, and
+    otherwise a text. CommandError if it is not the JSON of an object.
+    """
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(map(str.strip, lines), 1):
+            where = f"{file}, line {number}"
+            if line and (file.suffix == ".jsonl" or line.startswith("{")):
+                try:
+                    record = json.loads(line)
+                except ValueError as error:
+                    raise CommandError(f"{where}: this is not JSON ({error})") from error
+                if not isinstance(record, dict):
+                    raise CommandError(f"{where}: this is not a JSON object")
+                yield where, record
+            elif line:
+                yield where, line

@@ -1,4 +1,4 @@
-"""A page that shows a trace, and its events for Perfetto."""
+"""A page that shows a trace, and a notebook's view of it."""
 
 from __future__ import annotations
 
@@ -7,49 +7,8 @@ from collections.abc import Iterator
 from html import escape
 from importlib.resources import files
 from itertools import cycle, groupby
-from typing import TYPE_CHECKING, Any
 
-from lookahead_hf.trace.steps import MODEL, PARTS, TraceStep
-
-if TYPE_CHECKING:
-    from lookahead_hf.trace import Trace
-
-
-_TRACK = {"pid": 1, "tid": 1}
-
-
-def events(trace: Trace) -> dict[str, Any]:
-    """Return slices for the steps and, inside, for their parts, and counters of tokens.
-
-    The length of each part is measured. Its place within the step is not: the parts are shown one
-    after the other, although learning comes last and some of it runs beside the forward. Steps show
-    their texts if the trace has any. All times are in microseconds.
-    """
-    process = {"name": "process_name", "ph": "M", **_TRACK, "args": {"name": "lookahead_hf"}}
-    steps = [event for index, step in enumerate(trace.steps) for event in _of_step(index, step)]
-    return {"traceEvents": [process, *steps], "displayTimeUnit": "ms"}
-
-
-def _of_step(index: int, step: TraceStep) -> Iterator[dict[str, Any]]:
-    counts = {
-        "accepted tokens": sum(len(row.accepted) for row in step.rows),
-        "draft tokens": sum(len(row.nodes) for row in step.rows),
-    }
-    texts = {f"row {row.row}": "".join(row.texts or ()) for row in step.rows}
-    name = f"step {index}" if index else "first token"
-    yield {**_slice(name, step.start_ms, step.total_ms), "args": {**counts, **texts}}
-    at = step.start_ms
-    for part, ms in step.parts.items():
-        yield _slice(part, at, ms)
-        at += ms
-    for counter, count in counts.items():
-        place = {"ph": "C", "ts": step.start_ms * 1e3, **_TRACK}
-        yield {"name": counter, **place, "args": {counter: count}}
-
-
-def _slice(name: str, start_ms: float, ms: float) -> dict[str, Any]:
-    return {"name": name, "ph": "X", "ts": start_ms * 1e3, "dur": ms * 1e3, **_TRACK}
-
+from lookahead_hf.trace import MODEL, PARTS, Trace
 
 _COLOURS = {
     "ngram": "#2f7ed8",
@@ -86,7 +45,7 @@ def page(trace: Trace) -> str:
     }
     # No text can end the script element that holds the data, as the data contain no "<".
     packed = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    template = files(__package__).joinpath("page.html").read_text("utf-8")
+    template = files(__package__).joinpath("trace.html").read_text("utf-8")
     return template.replace("{{DATA}}", packed)
 
 

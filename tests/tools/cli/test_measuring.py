@@ -1,4 +1,4 @@
-"""Where two texts part, and how near a tie is there."""
+"""Where two texts diverge, and how near a tie is there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lookahead_hf
-from lookahead_hf.tools.cli.near_ties import SHIFTS, Divergence, describe, find_divergences
+from lookahead_hf.tools.cli.measuring import SHIFTS, Divergence, describe, find_divergences
 from lookahead_hf.tools.cli.screen import CommandError
 from tests.helpers.calls import padded
 from tests.helpers.models import tiny
@@ -40,11 +40,8 @@ def ulps_of(gap: float, logits: torch.Tensor, *tokens: int) -> int | None:
     return next((shift for shift in SHIFTS if gap <= shift * spacing), None)
 
 
-@pytest.mark.parametrize("rank", [1, 2])
 @pytest.mark.parametrize("temperature", [None, 0.7])
-def test_a_planted_token_is_as_far_off_as_its_score(
-    model: Any, temperature: float | None, rank: int
-) -> None:
+def test_a_planted_token_is_as_far_off_as_its_score(model: Any, temperature: float | None) -> None:
     """The oracle knows the formula: argmax(logits), or argmax(logits / T - log(noise))."""
     call = call_of(do_sample=temperature is not None, temperature=temperature or 1.0)
     plain, logits = written(model, call, seed=5)
@@ -55,29 +52,26 @@ def test_a_planted_token_is_as_far_off_as_its_score(
         scores = scores - noise[INDEX].log()
     best = scores[ROW].topk(3).indices.tolist()
     assert plain[ROW][INDEX] == best[0]
-    other = [list(row) for row in plain]
-    other[ROW][INDEX] = best[rank]
-    ((first, divergence, last),) = find_divergences(model, call, plain, [other], seed=5)
-    assert first is None and last is None
-    assert divergence is not None
-    assert (divergence.row, divergence.num_same) == (ROW, INDEX)
-    assert (divergence.plain, divergence.other) == (best[0], best[rank])
-    gap = float(scores[ROW, best[0]] - scores[ROW, best[rank]]) * (temperature or 1.0)
-    assert divergence.ulps == ulps_of(gap, logits[INDEX][ROW], best[0], best[rank])
+    others = [[list(row) for row in plain] for _ in range(2)]
+    for other, token in zip(others, best[1:], strict=True):
+        other[ROW][INDEX] = token
+    found = find_divergences(model, call, plain, others, seed=5)
+    for (first, divergence, last), token in zip(found, best[1:], strict=True):
+        assert first is None and last is None
+        gap = float(scores[ROW, best[0]] - scores[ROW, token]) * (temperature or 1.0)
+        ulps = ulps_of(gap, logits[INDEX][ROW], best[0], token)
+        assert divergence == Divergence(ROW, INDEX, best[0], token, ulps)
 
 
 def test_texts_of_several_runs_and_rows(model: Any) -> None:
     call = call_of(do_sample=False)
     plain, logits = written(model, call)
     far = int(logits[3][0].argmin())
-    wrong = [[*plain[0][:3], far], plain[1], plain[2][:5]]
+    wrong = [[*plain[0][:3], far], plain[1], plain[2][:5]]  # the last ended without an end token
     same, divergences = find_divergences(model, call, plain, [plain, wrong])
     assert same == [None, None, None]
-    assert divergences[1] is None
-    for divergence, index in ((divergences[0], 3), (divergences[2], 5)):
-        assert divergence is not None and not divergence.is_near_tie
-        assert divergence.num_same == index
-    assert divergences[2] is not None and divergences[2].other is None  # ended without an end token
+    assert divergences[0] == Divergence(0, 3, plain[0][3], far)
+    assert divergences[1:] == [None, Divergence(2, 5, plain[2][5], None)]
     assert describe(same) == "identical, 3 of 3"
     assert describe(divergences) == "BUG: parts beyond near ties, 2 of 3"
     near = Divergence(0, 3, 1, 2, 4)

