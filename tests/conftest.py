@@ -55,10 +55,9 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 @pytest.fixture(autouse=True)
-def fixed_seed() -> Iterator[None]:
+def fixed_seed() -> None:
     """Every test begins with the same random numbers."""
     torch.manual_seed(0)
-    yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -67,18 +67,16 @@ class Soak:
         self.asked = [request(self.chosen) for _ in range(NUM_REQUESTS)]
         self.expected = [self.text({**each, "speculative": False}) for each in self.asked]
 
-    def text(self, body: dict[str, Any]) -> str:
+    def text(self, body: dict[str, Any], leaves_after: int | None = None) -> str | None:
+        """The text of an answer; of a stream, None if the client leaves after so many pieces."""
         asked = {"model": self.served.folder, "messages": body["messages"]}
         more = {name: body[name] for name in body if name != "messages"}
-        answer = self.served.client.chat.completions.create(**asked, extra_body=more)
-        return str(answer.choices[0].message.content)
-
-    def streamed(self, body: dict[str, Any], leaves_after: int) -> str | None:
-        """The text of a stream, None if the client leaves after so many pieces."""
-        asked = {"model": self.served.folder, "messages": body["messages"], "stream": True}
-        more = {name: body[name] for name in body if name != "messages"}
+        create = self.served.client.chat.completions.create
+        if leaves_after is None:
+            answer = create(**asked, extra_body=more)
+            return str(answer.choices[0].message.content)
         pieces = []
-        with self.served.client.chat.completions.create(**asked, extra_body=more) as answer:
+        with create(**asked, extra_body=more, stream=True) as answer:
             for number, chunk in enumerate(answer):
                 if number == leaves_after:
                     return None
@@ -90,12 +88,10 @@ class Soak:
         chosen = random.Random(seed)
         while time.monotonic() < until:
             number = chosen.randrange(NUM_REQUESTS)
+            streams = chosen.random() < 0.5 and "num_beams" not in str(self.asked[number])
+            leaves_after = chosen.choice([1, 5, 1000]) if streams else None
             try:
-                if chosen.random() < 0.5 or "num_beams" in str(self.asked[number]):
-                    text: str | None = self.text(self.asked[number])
-                else:
-                    leaves_after = chosen.choice([1, 5, 1000])
-                    text = self.streamed(self.asked[number], leaves_after)
+                text = self.text(self.asked[number], leaves_after)
             except Exception as error:
                 self.found[f"{type(error).__name__}: {str(error)[:200]}"] += 1
             else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,8 +113,8 @@ def assert_says(word: str | tuple[str, ...], error: Exception) -> None:
 
 
 @pytest.fixture(scope="module")
-def model() -> Iterator[Model]:
-    yield Model()
+def model() -> Model:
+    return Model()
 
 
 def words_for(value: Any) -> tuple[str, ...]:

@@ -223,7 +223,7 @@ def test_only_two_tables_name_what_is_outside_of_the_core() -> None:
         ("runner.attention", "from lookahead_hf.engines.cuda.graphs import GraphSet"),
         ("hook", "from lookahead_hf.tools.serving import server"),
         ("warmup", "from lookahead_hf.sources.heads import MtpDrafter"),
-        ("engines.cuda.state", "from lookahead_hf.engines.hybrid import recurrent"),
+        ("engines.cuda.step", "from lookahead_hf.engines import hybrid"),
         ("tools.cli.models", "from lookahead_hf.ray import Job"),
     ],
 )

@@ -114,13 +114,6 @@ class GenerateArguments:
         name = getattr(own, "__qualname__", None) or f"{type(self._model).__name__}.generate"
         return Unserved(FallbackReason.OWN_GENERATE, name)
 
-    @property
-    def num_rows(self) -> int | None:
-        """Rows of the batch, None if the arguments do not tell; a prompt may have several texts."""
-        names = ("inputs", self._model.main_input_name, "input_ids", "inputs_embeds")
-        batches = [self.given[name] for name in names if self.given.get(name) is not None]
-        return len(batches[0]) * int(self.setting("num_return_sequences") or 1) if batches else None
-
     def prediction(self) -> list[np.ndarray] | None:
         """Return the caller's prediction as token ids per row; one row serves all."""
         if self._prediction is None:

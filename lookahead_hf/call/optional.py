@@ -7,10 +7,10 @@ from importlib import import_module
 from types import ModuleType
 
 MODULES = {
-    "cpu": "lookahead_hf.engines.cpu.layers.steps",
+    "cpu": "lookahead_hf.engines.cpu.layers",
     "cpu kernels": "lookahead_hf.engines.cpu.kernels.program",
     "cuda": "lookahead_hf.engines.cuda.runner",
-    "recurrent states": "lookahead_hf.engines.hybrid.recurrent",
+    "recurrent states": "lookahead_hf.engines.hybrid",
     "grammar": "lookahead_hf.sources.grammar.drafter",
     "processes": "lookahead_hf.distributed",
     "continuous batching": "lookahead_hf.queue.methods",

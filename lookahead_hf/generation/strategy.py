@@ -18,7 +18,7 @@ from lookahead_hf.call.emitter import HeldStreamer
 from lookahead_hf.call.prepared import PreparedCall, Request
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.fallback import Unserved
-from lookahead_hf.generation.decode import build_drafters, decode
+from lookahead_hf.generation.decode import decode
 from lookahead_hf.model import compat
 from lookahead_hf.stats import SpeculativeStats
 from lookahead_hf.trace import Trace
@@ -127,17 +127,17 @@ def _serve(
 
 
 def _request(model: Any, arguments: GenerateArguments, config: SpeculativeConfig) -> Request:
-    """Return the request of a call, checked as far as possible before an encoder runs.
+    """Return the request of a call, checked as far as that costs nothing before an encoder runs.
 
     Raises:
         Unserved: The call cannot be speculated.
-        ValueError: An option, a pool or a prediction is wrong.
+        ValueError: The prediction is wrong.
     """
     given, prediction = arguments.given, arguments.prediction()
     fallback.check_settings(arguments.setting)
     admission.admit(model, Purpose.CALL, compat.given_cache(given))
     arguments.check_original()
-    request = Request(
+    return Request(
         config=config,
         streamer=given.get("streamer"),
         tokenizer=arguments.tokenizer,
@@ -150,10 +150,6 @@ def _request(model: Any, arguments: GenerateArguments, config: SpeculativeConfig
         synced_gpus=compat.synced_gpus(model, given.get("synced_gpus")),
         prediction=prediction,
     )
-    if compat.encodes(model):  # wrong options are to be found before the encoder runs
-        num_rows = None if compat.has_own_generate(model) else arguments.num_rows
-        build_drafters(model, request, num_rows, bool(arguments.setting("do_sample")))
-    return request
 
 
 def _fall_back(

@@ -88,9 +88,9 @@ def _has_triton(device: torch.device) -> bool:
 
 
 KERNELS: Mapping[str, tuple[str, ModuleType | None]] = {
-    "verify_tree": ("verify", reference),
-    "reject_tree": ("reject", reference),
-    "compact_path": ("compact", reference),
+    "verify_tree": ("tree", reference),
+    "reject_tree": ("tree", reference),
+    "compact_path": ("tree", reference),
     "topk_rows": ("topk", reference),
     "tree_attention": ("attention", None),
 }
@@ -153,7 +153,7 @@ def compact_on_host(
     is_ready = compilation.common.is_loaded()
     for part in table.by_device:
         device = part.tensors[0].device
-        is_served = device.type == "cpu" and part.word_bytes > 1
+        is_served = device.type == "cpu" and part.word_bytes == 4
         if compiled is not None and is_ready and is_served and backend(device) == "torch":
             compiled.compact_path(part, lengths, path, num_kept)
         else:

@@ -5,7 +5,7 @@
         values[row] = logits[row, ids[row]]
         log_sum[row] = log(sum(exp(logits[row])))
 
-One pass over the logits (`tiles.py`), which verification may have made already; then one program
+One pass over the logits (`tile_best`), which verification may have made already; then one program
 per row reads the k parts with the greatest maxima again. No other part can hold one of the k best,
 as those k maxima come before all of its entries. Each of the k takes a round of the program, so
 fewer are found where fewer are wanted, and none in padding.
@@ -22,15 +22,16 @@ from lookahead_hf.kernels import reference
 from lookahead_hf.kernels._common import (
     LOWEST_KEY,
     LOWEST_PACKED,
+    PART,
     finite,
     launch,
     order_key,
     pack,
     packed_index,
     packed_score,
+    tile_best,
 )
 from lookahead_hf.kernels.data import RowScan, TopRows, Wanted
-from lookahead_hf.kernels.tiles import PART, tile_best
 
 MAX_FUSED_K = 64
 """Largest k of the kernel, a program of which holds k tiles at once; torch finds more."""

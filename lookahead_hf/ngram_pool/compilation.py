@@ -63,12 +63,12 @@ class Child:
         Raises:
             CompilingError: That is impossible.
         """
-        self._end: str | None = None  # as `reason`
         # The executable of a packaged program is the program.
         if getattr(sys, "frozen", False) or not sys.executable:
             raise CompilingError("a packaged program has no interpreter to start")
         # Objects other than strings, such as paths, are ignored by imports.
         path = os.pathsep.join(each for each in sys.path if isinstance(each, str))
+        self._said: str | None = None  # in the end
         try:
             with tempfile.TemporaryFile() as errors:
                 self._process = subprocess.Popen(
@@ -82,26 +82,17 @@ class Child:
         except Exception as error:  # whatever forbids processes here
             raise CompilingError(f"no process can be started: {error}") from error
 
-    def is_running(self) -> bool:
-        """Return whether it has not ended yet."""
-        if self._end is None and self._process.poll() is not None:
-            self._end = self._said()
-        return self._end is None
-
-    def reason(self) -> str:
-        """Return why it has failed, after it has ended."""
-        assert self._end is not None
-        return self._end
-
-    def _said(self) -> str:
-        """Return the last line that the process wrote, or its status; close its files."""
-        with self._errors, self._process:
-            self._errors.seek(0)
-            lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        status = self._process.returncode
-        if status < 0:
-            return f"signal {-status} ended the process that compiles"
-        return lines[-1] if lines else f"the process that compiles ended with status {status}"
+    def end(self) -> str | None:
+        """Return the last line that it wrote, or its status, after it has ended; else None."""
+        status = self._process.poll()
+        if self._said is None and status is not None:
+            with self._errors, self._process:
+                self._errors.seek(0)
+                lines = self._errors.read().decode(errors="replace").strip().splitlines()
+            how = f"with status {status}" if status >= 0 else f"by signal {-status}"
+            is_said = lines and status >= 0
+            self._said = lines[-1] if is_said else f"the process that compiles ended {how}"
+        return self._said
 
 
 class Functions:
@@ -114,7 +105,6 @@ class Functions:
         self.failure: Exception | None = None
         self.child: Child | None = None  # which compiles them
         self._lock = threading.Lock()  # held while functions are loaded
-        self._is_damaged = False  # whether a function is not on disk that should be
 
     def register(self, *pieces: Callable[[], object]) -> None:
         """Add pieces: each calls some of the functions once, with the real types."""
@@ -154,8 +144,6 @@ class Functions:
         Raises:
             NumbaMissingError: numba cannot be imported.
         """
-        if self._is_damaged:
-            return self.child is not None and not self.child.is_running()
         return any(self._mark(root).exists() for root in _jit().folders())
 
     def compile(self) -> None:
@@ -200,12 +188,11 @@ class Functions:
 
     def _advance(self, end: float) -> None:
         """Load until a time, or look after the process that compiles."""
-        has_ended = self.child is not None and not self.child.is_running()  # before the look
+        end_of_child = None if self.child is None else self.child.end()  # before the look
         if not self.is_on_disk():
-            if self.child is None:
-                self.child = Child([self.name])
-            elif has_ended:
-                raise CompilingError(self.child.reason())
+            if end_of_child is not None:
+                raise CompilingError(end_of_child)
+            self.child = self.child or Child([self.name])
             return
         try:
             _jit().prepare()
@@ -213,9 +200,10 @@ class Functions:
                 self.pending[0]()
                 del self.pending[0]
         except _jit().NotCompiledError as error:
-            if self._is_damaged:  # and has been compiled again
+            for root in _jit().folders():  # it is to be compiled again
+                self._mark(root).unlink(missing_ok=True)
+            if self.child is not None:  # and just has been
                 raise CompilingError(str(error)) from error
-            self._is_damaged, self.child = True, None
 
 
 def request(

@@ -6,6 +6,7 @@ from disk, or calling it raises NotCompiledError.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
 import os
@@ -14,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -46,47 +47,33 @@ class NotCompiledError(RuntimeError):
     """A compiled function is not on disk."""
 
 
-def jit(function: Callable[..., Any]) -> Any:
-    """Compile without the interpreter lock."""
-    return _outer(function)
-
-
-def jit_inner(function: Callable[..., Any]) -> Any:
-    """Compile a function that only other compiled functions call, as a part of these."""
-    return _inner(function)
-
-
-def jit_numbers(function: Callable[..., Any]) -> Any:
-    """Compile a function whose divisions by zero give infinity, as in vectors.
-
-    It may be made of functions in other files of its folder: code on disk that was made of others
-    does not count.
-    """
-    made_of = _sources(Path(function.__code__.co_filename).parent)
-    return _outer(function, made_of, error_model="numpy")
-
-
-def jit_inner_numbers(function: Callable[..., Any]) -> Any:
-    """Compile such a function as `jit_inner` does."""
-    return _inner(function, error_model="numpy")
-
-
-def _outer(function: Callable[..., Any], made_of: str = "", **options: Any) -> Any:
-    """Compile a function that Python calls; `made_of` tells sources apart beside its file."""
+def jit(function: Callable[..., Any], error_model: str = "python") -> Any:
+    """Compile a function that Python calls, without the interpreter lock."""
     _outer_names.add((function.__module__, function.__qualname__))
-    return _kept(njit(nogil=True, no_cfunc_wrapper=True, **options)(function), function, made_of)
+    options = {"nogil": True, "no_cfunc_wrapper": True, "error_model": error_model}
+    return _kept(njit(**options)(function), function)
 
 
-def _inner(function: Callable[..., Any], **options: Any) -> Any:
-    """Compile a function that needs no code of its own in the process that compiles."""
+def jit_inner(function: Callable[..., Any], error_model: str = "python") -> Any:
+    """Compile a function that only other compiled functions call, as a part of these.
+
+    It needs no code of its own in the process that compiles.
+    """
     if not _is_compiler:
-        return _kept(njit(nogil=True, **options)(function), function)
-    compiled = njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, **options)(function)
+        return _kept(njit(nogil=True, error_model=error_model)(function), function)
+    wrappers = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    compiled = njit(nogil=True, error_model=error_model, **wrappers)(function)
     find = compiled.get_call_template
     # numba would compile a version of its own for each constant argument.
     compiled.get_call_template = lambda args, kws: find(tuple(map(types.unliteral, args)), kws)
     return compiled
 
+
+jit_numbers = partial(jit, error_model="numpy")
+"""Compile a function whose divisions by zero give infinity, as in vectors."""
+
+jit_inner_numbers = partial(jit_inner, error_model="numpy")
+"""Compile such a function as `jit_inner` does."""
 
 _outer_names: set[tuple[str, str]] = set()
 """Modules and names of the functions that have code of their own."""
@@ -114,6 +101,8 @@ def compile_here() -> None:
     """Let this process compile, before a module with such functions is imported."""
     global may_compile, _is_compiler
     may_compile = _is_compiler = True
+    gc.disable()  # it finds next to nothing among numba's objects, for a tenth of the time
+    JITCodeLibrary._optimize_functions = _set_layout
     executable = CPUContext.get_executable
 
     def get_executable(context: Any, library: Any, described: Any, environment: Any) -> Any:
@@ -128,9 +117,9 @@ def compile_here() -> None:
     CPUContext.get_executable = get_executable
 
 
-def entry_point(signature: Any) -> Callable[[Callable[..., Any]], EntryPoint]:
-    """Compile a function that C code can call by its address."""
-    return lambda function: EntryPoint(signature, function)
+def _set_layout(library: Any, module: Any) -> None:
+    """Do no more for a single function: all of its callers' code is optimised at once."""
+    module.data_layout = library._codegen._data_layout
 
 
 class EntryPoint:
@@ -141,10 +130,8 @@ class EntryPoint:
 
     @cached_property
     def address(self) -> int:
-        function = self._arguments[0]
         compiled: Any = CFunc(*self._arguments)
-        folder = Path(function.__code__.co_filename).parent
-        _kept(compiled, function, _sources(folder)).compile()
+        _kept(compiled, self._arguments[0]).compile()
         self._compiled = compiled  # which owns the code
         return int(compiled.address)
 
@@ -203,24 +190,32 @@ def writable() -> Path | None:
 @cache
 def key_of(name: str) -> str:
     """Return a file name for code that was compiled from these sources for this processor."""
-    package = _HERE.parents[1]
-    sources = [
-        _sources(package / each, "**/*.py")
-        for each in ("drafting", "engines/cpu/kernels", "ngram_pool")
-    ]
     processor = cpu_target.target_context.codegen().magic_tuple()
-    made_of = sys.version_info[:2], numba.__version__, processor, sources
+    made_of = sys.version_info[:2], numba.__version__, processor, _sources()
     return f"{name}-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.compiled"
 
 
 @cache
-def _sources(folder: Path, pattern: str = "*.py") -> str:
-    """Return a hash of the files of a folder. Times of files differ between copies of an image."""
+def _sources() -> str:
+    """Return a hash of what compiled functions are made of, whichever file they are in.
+
+    Times of files differ between copies of an image.
+    """
     digest = hashlib.sha256()
     with suppress(OSError):
-        for file in sorted(folder.glob(pattern)):
-            digest.update(str(file.relative_to(folder)).encode() + file.read_bytes())
+        for file in sorted(each for name in _MADE_OF for each in _HERE.parents[1].glob(name)):
+            digest.update(file.name.encode() + file.read_bytes())
     return digest.hexdigest()
+
+
+_MADE_OF = (
+    "drafting/**/*_numba.py",
+    "drafting/sources/recycling_buckets.py",
+    "engines/cpu/kernels/*.py",
+    "ngram_pool/*_numba.py",
+    "ngram_pool/jit.py",
+    "ngram_pool/matches.py",
+)
 
 
 def _temporary() -> Path:
@@ -239,9 +234,9 @@ def _is_private(folder: Path) -> bool:
     return stat.S_ISDIR(found.st_mode) and is_own and not found.st_mode & 0o022
 
 
-def _kept(compiled: Any, function: Callable[..., Any], depends_on: str = "") -> Any:
+def _kept(compiled: Any, function: Callable[..., Any]) -> Any:
     """Give a numba function our cache, as `cache=True` gives it numba's own."""
-    compiled._cache = _Cache(function, depends_on)
+    compiled._cache = _Cache(function)
     return compiled
 
 
@@ -259,7 +254,7 @@ class _Locator(_CacheLocator):
         return str(folder_of(writable() if may_compile else None, self.source))
 
     def get_source_stamp(self) -> str:
-        return _sources(self.source.parent, self.source.name)
+        return _sources()
 
     def get_disambiguator(self) -> str:
         return str(self._line)
@@ -277,20 +272,12 @@ class _Cache(FunctionCache):
 
     _impl_class = _Implementation
 
-    def __init__(self, function: Callable[..., Any], depends_on: str) -> None:
-        super().__init__(function)
-        self._depends_on = depends_on
-
     def _file(self, root: Path | None) -> Any:
-        locator = self._impl.locator
         return IndexDataCacheFile(
-            cache_path=str(folder_of(root, locator.source)),
+            cache_path=str(folder_of(root, self._impl.locator.source)),
             filename_base=self._impl.filename_base,
-            source_stamp=locator.get_source_stamp(),
+            source_stamp=_sources(),
         )
-
-    def _index_key(self, sig: Any, codegen: Any) -> Any:
-        return (*super()._index_key(sig, codegen), self._depends_on)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         target_context.refresh()

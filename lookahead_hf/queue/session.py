@@ -15,8 +15,7 @@ from lookahead_hf import fallback
 from lookahead_hf.call.prepared import PreparedCall
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.session import DraftSession, Limits
-from lookahead_hf.engines.cuda.decision import OnDevice, OnHost
-from lookahead_hf.engines.cuda.runner import CudaRunner
+from lookahead_hf.engines.cuda.runner import CudaRunner, OnDevice, OnHost
 from lookahead_hf.fallback import Unserved
 from lookahead_hf.generation.decode import build_drafters, run
 from lookahead_hf.generation.recorder import StatsRecorder

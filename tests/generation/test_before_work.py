@@ -1,8 +1,8 @@
-"""Wrong values and fallbacks are found before an encoder runs, or at least without a second run."""
+"""Fallbacks are found before an encoder runs, or at least without a second run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,10 +15,9 @@ from lookahead_hf.call import admission
 from lookahead_hf.fallback import FallbackReason, Unserved
 from tests.helpers.caches import CACHE
 from tests.helpers.calls import padded
-from tests.helpers.compared import reason_of, served
+from tests.helpers.compared import reason_of
 from tests.helpers.fakes import Recorder
 from tests.helpers.models import prompt, tiny
-from tests.helpers.speech import frames, tiny_whisper
 
 Warned = lookahead_hf.SpeculationFallbackWarning
 SETTINGS: dict[str, Any] = {"max_new_tokens": 8, "pad_token_id": 0}
@@ -42,45 +41,6 @@ def counted(module: Any) -> Iterator[list[int]]:
 def pair() -> tuple[Any, dict[str, Any], Any]:
     model = tiny("bart").double()
     return model, padded("right", 2), model.get_encoder()
-
-
-def speech() -> tuple[Any, dict[str, Any], Any]:
-    model = tiny_whisper()
-    return model, {"input_features": frames(2)}, model.get_encoder()
-
-
-WRONG: list[dict[str, Any]] = [
-    {"speculative": {"drafters": ["ngrams"]}},
-    {"speculative": {"options": {"ngram": {"longest": 3}}}},
-    {"speculative": {"drafters": ["assistant"]}},
-    {"speculative": {"pool": "/nowhere/pool.npz"}},
-    {"speculative": True, "prediction": "a text without a tokenizer"},
-    {"speculative": True, "prediction": [0.5]},
-]
-
-
-@pytest.mark.parametrize("given", WRONG, ids=str)
-@pytest.mark.parametrize("make", [pair, speech])
-def test_wrong_values_are_said_before_the_encoder_runs(
-    make: Callable[[], Any], given: dict[str, Any]
-) -> None:
-    model, inputs, encoder = make()
-    lookahead_hf.enable(model)
-    with counted(encoder) as runs, pytest.raises((ValueError, OSError)):
-        model.generate(**inputs, **SETTINGS, **given)
-    assert runs == [0]
-
-
-@pytest.mark.parametrize("several", [1, 2])
-def test_predictions_are_counted_before_the_encoder_runs(several: int) -> None:
-    model, inputs, encoder = pair()
-    call = {**inputs, **SETTINGS, "num_return_sequences": several, "do_sample": several > 1}
-    with lookahead_hf.enabled(model), counted(encoder) as runs:
-        with pytest.raises(ValueError, match=f"holds 3 texts, but the batch has {2 * several}"):
-            model.generate(**call, speculative=True, prediction=[[5], [6], [7]])
-        assert runs == [0]
-        model.generate(**call, speculative=True, prediction=[[5], [6]])
-    served(model)
 
 
 class OwnCache(DynamicCache):

@@ -28,7 +28,8 @@ from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from lookahead_hf.engines.cuda import graphs
-from lookahead_hf.kernels import attention, compact, reject, topk, verify
+from lookahead_hf.kernels import attention, topk
+from lookahead_hf.kernels import tree as trees
 from lookahead_hf.kernels.attention import stages
 from lookahead_hf.kernels.data import PathTable, Wanted
 
@@ -82,10 +83,10 @@ def _verify(
     tree = _empty(rows, width), _empty(rows, width), _empty(rows)
     if sampled:
         noise = _empty(rows, 12, vocab, dtype=torch.float32)
-        walk = verify.verify_tree(scores, *tree, noise, _empty(rows, width))
+        walk = trees.verify_tree(scores, *tree, noise, _empty(rows, width))
         scores = scores.to(torch.bfloat16)  # what is drawn from was made of them
     else:
-        walk = verify.verify_tree(scores, *tree, keep_scan=True)
+        walk = trees.verify_tree(scores, *tree, keep_scan=True)
     topk.topk_rows(scores.flatten(0, 1), 48, walk.scan, Wanted(walk.packed, tree[2], 12))
 
 
@@ -98,13 +99,13 @@ def _reject(nodes: int, vocab: int) -> None:
     probs = _empty(rows, width, vocab, dtype=torch.float32)
     uniforms = _empty(rows, nodes, dtype=torch.float32)
     tree = _empty(rows, width), _empty(rows, width), _empty(rows)
-    reject.reject_tree(probs, probs[:, 1:], *tree, uniforms, probs[:, 0])
+    trees.reject_tree(probs, probs[:, 1:], *tree, uniforms, probs[:, 0])
 
 
 def _compact(width: int, dim: int, rows: int = 2) -> None:
     layers = [_empty(rows, 4096, 8, dim, dtype=torch.bfloat16) for _ in range(2)]
     path = _empty(rows, 2 + width)[:, 2:]  # as `TreeWalk.path` is
-    compact.compact_path(PathTable(layers), _empty(rows), path, _empty(rows))
+    trees.compact_path(PathTable(layers), _empty(rows), path, _empty(rows))
 
 
 def _attend(

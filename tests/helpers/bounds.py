@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from lookahead_hf.engines.cpu import step
+from lookahead_hf.engines.cpu.descriptions import numbers_at
 from lookahead_hf.engines.cpu.kernels import fields
 from lookahead_hf.engines.cpu.kernels.program import MOST_TOKENS, Plan, tile_floats, tiles_of
-from lookahead_hf.engines.cpu.layers import step
-from lookahead_hf.engines.cpu.layers.descriptions import numbers_at
-from lookahead_hf.engines.cpu.layers.programs import Program
-from lookahead_hf.engines.cpu.layers.workspace import CompiledLayer, Workspace
+from lookahead_hf.engines.cpu.programs import Program
+from lookahead_hf.engines.cpu.workspace import CompiledLayer, Workspace
 
 
 @contextmanager

@@ -15,14 +15,11 @@ from lookahead_hf.ngram_pool.compilation import Functions
 class Elsewhere:
     """A process that compiles, as far as this one can see."""
 
-    def __init__(self, names: Any = (), reason: str | None = None) -> None:
-        self.names, self.status = list(names), reason
+    def __init__(self, names: Any = ()) -> None:
+        self.names = list(names)
+        self.status: str | None = None
 
-    def is_running(self) -> bool:
-        return self.status is None
-
-    def reason(self) -> str:
-        assert self.status is not None
+    def end(self) -> str | None:
         return self.status
 
 
@@ -33,7 +30,7 @@ def nothing_compiled(
     """What there is to load in place of our functions, on disk from the start; none has failed."""
     pending: list[Callable[[], object]] = []
     state: dict[str, Any] = {"pending": pending, "failure": None, "child": None}
-    for name, value in (state | {"_is_damaged": False}).items():
+    for name, value in state.items():
         monkeypatch.setattr(group, name, value)
     monkeypatch.setattr(group, "is_on_disk", lambda: True)
     monkeypatch.setattr(compilation, "_has_warned", False)

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lookahead_hf.engines.cuda import graphs, state
+from lookahead_hf.engines.cuda import graphs, step
 from lookahead_hf.engines.cuda.capture import Captured
 from lookahead_hf.runner import outputs
 from lookahead_hf.verification import node_processors, noise, rejection, select
@@ -173,7 +173,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setattr(select, "serves", lambda _: True)
         patch.setattr(outputs, "_start_copy", brought)
-        for user in (state, noise, node_processors, rejection):
+        for user in (step, noise, node_processors, rejection):
             patch.setattr(user, "pinned", taken_along)
         yield
 

@@ -26,13 +26,10 @@ SAID_ONCE = (
 
 
 class Stream:
-    """A stream without work; `waited` lists the streams that it waited for."""
+    """A stream without work."""
 
     def __init__(self, *_: Any) -> None:
-        self.waited: list[Stream] = []
-
-    def wait_stream(self, other: Stream) -> None:
-        self.waited.append(other)
+        pass
 
     def wait_event(self, event: object) -> None:
         pass

@@ -30,7 +30,7 @@ class Flash:
         self.widths.append(q.shape[1])
         return self._attend(q, *kv, **given)
 
-    def attend_texts(
+    def attend_texts(  # noqa: PLR0913 (another's signature)
         self,
         q: torch.Tensor,  # [queries of all texts, heads, dim]
         k: torch.Tensor,

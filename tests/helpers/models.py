@@ -62,11 +62,11 @@ _FEW_EXPERTS = {
 }
 _T5 = {
     **{"vocab_size": VOCAB, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0},
-    **{"d_model": 48, "d_kv": 12, "d_ff": 96, "num_layers": 2, "num_heads": 4},
+    **{"d_model": 48, "d_kv": 12, "d_ff": 96, "num_layers": 3, "num_heads": 4},
     **{"relative_attention_num_buckets": 8, "relative_attention_max_distance": 16},
 }
 _TWO_HALVES = {
-    **{"d_model": 48, "encoder_layers": 2, "decoder_layers": 2},
+    **{"d_model": 48, "encoder_layers": 2, "decoder_layers": 3},
     **{"encoder_attention_heads": 4, "decoder_attention_heads": 4},
     **{"encoder_ffn_dim": 96, "decoder_ffn_dim": 96},
 }
@@ -75,7 +75,7 @@ _BART = {
     **{"decoder_start_token_id": 2, "forced_eos_token_id": None},
 }
 _GEMMA = {
-    **{"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2},
+    **{"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 4},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "sliding_window": 12},
 }
 _T5GEMMA = {
@@ -85,7 +85,6 @@ _T5GEMMA = {
 _WHISPER = {
     **{**_TWO_HALVES, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 64},
     **{"suppress_tokens": None, "begin_suppress_tokens": None, "tie_word_embeddings": False},
-    "decoder_layers": 3,
 }
 _MOONSHINE = {
     **{"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2, "decoder_start_token_id": 2},

@@ -95,7 +95,7 @@ def by_words(
 
 
 @torch.library.custom_op("lookahead_hf_tests::by_words", mutates_args=())
-def _by_words(
+def _by_words(  # noqa: PLR0913 (the kernel's signature)
     query: torch.Tensor,  # [rows, heads, width, dim]
     key: torch.Tensor,  # [rows, kv_heads, slots, dim]
     value: torch.Tensor,

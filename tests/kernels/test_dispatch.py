@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lookahead_hf import kernels
-from lookahead_hf.kernels import _common, attention, dispatch, reference, verify
+from lookahead_hf.kernels import _common, attention, dispatch, reference, tree
 
 CPU = torch.device("cpu")
 
@@ -72,7 +72,7 @@ def test_errors_of_later_launches_are_shown(
     def fails(*_: object) -> None:
         raise RuntimeError("a mistake of ours")
 
-    for each in (reference, verify):
+    for each in (reference, tree):
         monkeypatch.setattr(each, "verify_tree", fails)
     one = torch.zeros(1, 1, dtype=torch.int64)
     with pytest.raises(RuntimeError, match="of ours"):

@@ -40,9 +40,9 @@ def on(device: torch.device, case: dict[str, torch.Tensor]) -> dict[str, torch.T
     ("rows", "nodes", "vocab"), SHAPES, ids=[f"B{b}-N{n}-V{v}" for b, n, v in SHAPES]
 )
 def test_kernel_is_twin(device: torch.device, rows: int, nodes: int, vocab: int) -> None:
-    from lookahead_hf.kernels import reference, reject
+    from lookahead_hf.kernels import reference, tree
 
     case = random_case(rows, nodes, vocab)
-    got = reject.reject_tree(**on(device, case)).packed.cpu()
+    got = tree.reject_tree(**on(device, case)).packed.cpu()
     assert torch.equal(got, reference.reject_tree(**case).packed)
     assert got[:, 0].sum() > 0 or nodes < 5

@@ -70,12 +70,12 @@ def test_shares_the_pass_of_verification(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, vocab: int, k: int, dtype: torch.dtype
 ) -> None:
     """One pass over the logits tells the walk and the best entries of all nodes that there are."""
-    from lookahead_hf.kernels import topk, verify
+    from lookahead_hf.kernels import topk, tree
 
     logits = torch.randn(2, 3, vocab, generator=torch.Generator().manual_seed(0)).to(dtype)
     chain = torch.tensor([[-1, 0, 1]] * 2, device=device)
     counts = torch.tensor([2, 1], device=device)
-    walk = verify.verify_tree(logits.to(device), chain + 5, chain, counts, keep_scan=True)
+    walk = tree.verify_tree(logits.to(device), chain + 5, chain, counts, keep_scan=True)
     assert walk.bonus.tolist() == logits[:, 0].float().argmax(-1).tolist()
     monkeypatch.setattr(topk, "tile_best", None)
     found = topk.topk_rows(logits.to(device).flatten(0, 1), k, walk.scan)
@@ -86,7 +86,7 @@ def test_shares_the_pass_of_verification(
 @pytest.mark.parametrize("shares_scan", [True, False])
 def test_few_are_found_at_nodes_where_no_path_ends(device: torch.device, shares_scan: bool) -> None:
     """All k where the path ends, fewer at other nodes, nothing in padding, which is not read."""
-    from lookahead_hf.kernels import Wanted, topk, verify
+    from lookahead_hf.kernels import Wanted, topk, tree
 
     logits = torch.randn(2, 4, 1009, generator=torch.Generator().manual_seed(0))
     best = logits.argmax(-1)
@@ -95,7 +95,7 @@ def test_few_are_found_at_nodes_where_no_path_ends(device: torch.device, shares_
     tokens = torch.tensor([[0, int(best[0, 0]), int(best[0, 1]), -5], [0, -5, -5, -5]])
     logits[1, 2:] = float("nan")
     given = [each.to(device) for each in (logits, tokens, chain, counts)]
-    walk = verify.verify_tree(*given, keep_scan=True)
+    walk = tree.verify_tree(*given, keep_scan=True)
     assert walk.num_accepted.tolist() == [2, 0]
     wanted = Wanted(walk.packed, given[3], 3)
     scan = walk.scan if shares_scan else None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import lookahead_hf
-from lookahead_hf.engines.cpu.layers.compiled import CompiledLayers
+from lookahead_hf.engines.cpu.layers import CompiledLayers
 from lookahead_hf.model.state import state_of
 from tests.helpers.compared import served
 from tests.helpers.models import prompt, tiny

@@ -65,9 +65,6 @@ def test_every_model_of_a_process(model: Any, everywhere: None) -> None:
     lookahead_hf.enable(model)  # the object's own hook has no default
     small = seeded(num_blocks=2)
     assert not isinstance(model.init_continuous_batching(config, small), SpeculativeBatchingManager)
-
-
-def test_nothing_is_left_on_the_class(model: Any, everywhere: None) -> None:
     assert set(BATCH_METHODS) <= set(vars(GenerationMixin))
     lookahead_hf.disable_everywhere()
     assert not set(BATCH_METHODS) & set(vars(GenerationMixin))

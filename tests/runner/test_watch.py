@@ -191,17 +191,17 @@ def test_settings_of_the_process_and_functions_of_users_are_in_the_key(
 
 PRECISION = """
 import torch
-from tests.runner.test_watch import small, watched
 
-before = watched(model := small()).key
+before = guards.watched(model := guards.small()).key
 torch.backends.cuda.matmul.fp32_precision = "tf32"
-assert watched(model).key != before
+assert guards.watched(model).key != before
 """
 
 
 def test_precisions_of_float32_are_in_the_key() -> None:
     """In a process of its own, since torch's older getter raises from then on."""
-    subprocess.run([sys.executable, "-c", PRECISION], check=True)
+    code = f"import {__name__} as guards\n{PRECISION}"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def fused(self: Any, x: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 
-import torch
-
 _LIBRARIES = ("libgomp", "libiomp5", "libomp")
 
 
@@ -42,6 +40,8 @@ def own_first(paths: Iterable[str]) -> list[str]:
 
     Other packages bring libraries of their own, whose threads are not torch's.
     """
+    import torch
+
     home = Path(torch.__file__).resolve().parent
     own = home / "lib", home.with_name("torch.libs")
     found = [path for path in paths if Path(path).name.startswith(_LIBRARIES)]
@@ -50,7 +50,14 @@ def own_first(paths: Iterable[str]) -> list[str]:
 
 def has_torchs_threads() -> bool:
     """Return whether compiled code can run on as many threads as torch's operations do."""
-    return torch.get_num_threads() == 1 or _parallel() is not None
+    return num_threads() == 1 or _parallel() is not None
+
+
+def num_threads() -> int:
+    """Return the number of threads of torch's operations."""
+    import torch
+
+    return torch.get_num_threads()
 
 
 _ARCH_PRCTL, _REQUEST, _GET, _TILE_DATA = 158, 0x1023, 0x1022, 18
@@ -77,10 +84,10 @@ def _alone(entry: int) -> Callable[[int], None]:
     return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(entry)
 
 
-def run(entry: int, job: int, num_threads: int) -> None:
+def run(entry: int, job: int, threads: int) -> None:
     """Call `entry`, the address of a `void (int64)`, with a job on every thread; wait for all."""
-    parallel = _parallel() if num_threads > 1 else None
+    parallel = _parallel() if threads > 1 else None
     if parallel is None:
         _alone(entry)(job)
     else:
-        parallel(entry, job, num_threads, 0)
+        parallel(entry, job, threads, 0)

@@ -72,22 +72,15 @@ class CudaRecorder:
     def try_out(self, run: Callable[[], Captured]) -> str | None:
         """Run twice as `record` will; return the first operation that waits for the device.
 
-        The first run may wait, as it compiles kernels. On CUDA both stay on the caller's stream, so
-        that cuBLAS takes the workspace for the stream of the graphs while they are captured, out of
+        The first run may wait, as it compiles kernels. Both stay on the caller's stream, so that
+        cuBLAS takes the workspace for the stream of the graphs while they are captured, out of
         their own memory: anybody may free the workspaces of other streams, as torch's inductor
-        does. ROCm's libraries set themselves up once per stream, which no capture allows.
+        does.
         """
-        if not torch.version.hip:
-            return _waits_of(run)
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        try:
-            with torch.cuda.stream(self._stream):
-                reason = _waits_of(run)
-        finally:
-            current.wait_stream(self._stream)
-        compat.forget_cublas_workspaces()
-        return reason
+        run()
+        with _noting_waits() as waits:
+            run()
+        return waits[0] if waits else None
 
     def record(self, run: Callable[[], Captured]) -> Recording:
         """Run once and keep the operations."""
@@ -153,14 +146,6 @@ _OF_MODE = (_WAIT, "Synchronization debug mode")
 """Warnings of torch while the mode is on; the second one, about the mode, comes once."""
 
 
-def _waits_of(run: Callable[[], Captured]) -> str | None:
-    """Run twice; return the first operation of the second run that waits for the device."""
-    run()
-    with _noting_waits() as waits:
-        run()
-    return waits[0] if waits else None
-
-
 @contextmanager
 def _noting_waits() -> Iterator[list[str]]:
     """Yield the first lines of torch's warnings that this thread waits for the device.
@@ -190,5 +175,9 @@ def _noting_waits() -> Iterator[list[str]]:
 
 
 def recorder_for(device: torch.device) -> CudaRecorder | None:
-    """Return what captures steps on a device, None where nothing can."""
-    return CudaRecorder(device) if device.type == "cuda" and not _is_broken else None
+    """Return what captures steps on a device, None where nothing can.
+
+    ROCm's libraries set themselves up once per stream, which no capture allows.
+    """
+    can_capture = device.type == "cuda" and not torch.version.hip and not _is_broken
+    return CudaRecorder(device) if can_capture else None

@@ -15,7 +15,7 @@ import torch
 from lookahead_hf.cache.slots import ColumnCache, SlotGroup
 from lookahead_hf.call import execution
 from lookahead_hf.engines.cuda.capture import Captured, CudaRecorder, Recording, recorder_for
-from lookahead_hf.engines.cuda.state import MAX_WIDTH, StepState
+from lookahead_hf.engines.cuda.step import MAX_WIDTH, StepState
 from lookahead_hf.kernels import PathTable
 from lookahead_hf.model.state import kept
 
@@ -32,8 +32,6 @@ nobody may wait for the whole device."""
 
 class Uncapturable(Exception):
     """Steps cannot be captured; they run one operation after the other."""
-
-    of_width = False  # while those of other widths may be
 
     @classmethod
     def after(cls, error: Exception) -> Uncapturable:
@@ -76,7 +74,6 @@ class GraphSet:
         tables: The same, for compaction.
         recorder: Captures the steps.
         recordings: The captured steps.
-        refused: Reasons why steps of some widths cannot be captured.
         is_used: Whether a call replays; two replays must not overlap.
         reads_masks: Whether a layer reads its mask; None if unknown.
     """
@@ -88,7 +85,6 @@ class GraphSet:
     tables: list[PathTable]
     recorder: CudaRecorder
     recordings: dict[Step, Recording] = field(default_factory=dict)
-    refused: dict[int, str] = field(default_factory=dict)
     is_used: bool = False
     reads_masks: bool | None = None
 
@@ -156,9 +152,7 @@ class GraphSet:
         with torch.inference_mode(False), torch.no_grad():
             reason = self.recorder.try_out(run)
             if reason is not None:
-                error = Uncapturable(f"{execution.WAITS}: {reason}")
-                error.of_width = step[0] > 1
-                raise error
+                raise Uncapturable(f"{execution.WAITS}: {reason}")
             self.recordings[step] = self.recorder.record(run)
 
     def retire(self) -> None:
@@ -216,12 +210,6 @@ _logger = logging.getLogger(__name__)
 WIDTHS = (64, 32, 16, 8, 1)
 """Tokens per row of the captured steps; a draft takes the narrowest width that holds it."""
 
-NARROW_WIDTHS = (4, 2)
-"""Further widths for many rows, where few nodes per row are worth their time."""
-
-MANY_ROWS = 8
-"""Rows from which on there are narrow widths."""
-
 MOST_TOKENS = 512
 """Most tokens of a captured step. Larger ones are bound by arithmetic, so that no draft pays."""
 
@@ -230,12 +218,6 @@ WORTHWHILE = 64
 
 MOST_SETS = 2
 """Kinds of calls whose graphs a model keeps, such as greedy and sampled."""
-
-RETRY_AFTER = 16
-"""Calls of a kind that run without graphs after a failed capture."""
-
-MOST_NOTED = 16
-"""Kinds of calls of which a model remembers why they could not be captured."""
 
 MEMORY_SHARE = 0.5
 """Share of the free memory that K and V of a model's graphs may take."""
@@ -247,7 +229,7 @@ class ModelGraphs:
     def __init__(self) -> None:
         self.sets: list[GraphSet] = []  # the least recently used first
         self._lock = threading.Lock()
-        self._failed: dict[tuple[Any, ...], tuple[str, int]] = {}  # why, and calls to let pass
+        self._failed: dict[tuple[Any, ...], str] = {}  # why calls of a kind run without graphs
 
     def enter(
         self,
@@ -276,10 +258,8 @@ class ModelGraphs:
         if recorder is None:
             raise Uncapturable(execution.NO_GRAPHS)
         with self._lock:
-            reason, left = self._failed.pop(key, ("", 0))
-            if left:
-                self._failed[key] = reason, left - 1
-                raise Uncapturable(reason)
+            if key in self._failed:
+                raise Uncapturable(self._failed[key])
             found = next((each for each in self.sets if each.key == key), None)
             if found is not None and found.is_used:
                 raise Uncapturable(execution.IN_USE)
@@ -290,7 +270,7 @@ class ModelGraphs:
                 try:
                     found = new_set(key, cache, next_position, capacity_for(slots), recorder)
                 except Uncapturable as error:
-                    self._note(key, error)
+                    self._failed[key] = str(error)
                     raise
             else:
                 self.sets.remove(found)
@@ -317,19 +297,13 @@ class ModelGraphs:
         for each in retired:
             each.retire()
 
-    def _note(self, key: tuple[Any, ...], error: Uncapturable) -> None:
-        """Remember why a kind could not be captured, and forget the oldest one of many."""
-        self._failed[key] = str(error), RETRY_AFTER
-        if len(self._failed) > MOST_NOTED:
-            del self._failed[next(iter(self._failed))]
-
     def leave(self, used: GraphSet, error: Uncapturable | None = None) -> None:
         """End a call's use of a set; with an error, remember it and drop the set."""
         used.recorder.end()
         with self._lock:
             used.is_used = False
             if error is not None:
-                self._note(used.key, error)
+                self._failed[used.key] = str(error)
                 self.sets = [each for each in self.sets if each is not used]
             stays = used in self.sets
         if error is not None:
@@ -338,19 +312,17 @@ class ModelGraphs:
             used.retire()
 
     def release(self) -> None:
-        """Free all sets, those in use when their calls end."""
+        """Free all sets, those in use when their calls end, and forget what failed."""
         with self._lock:
             idle = [each for each in self.sets if not each.is_used]
-            self.sets = []
+            self.sets, self._failed = [], {}
         for each in idle:
             each.retire()
 
 
 def widths_for(num_rows: int) -> tuple[int, ...]:
     """Return the tokens per row of a batch's captured steps, the most first."""
-    narrow = NARROW_WIDTHS if num_rows >= MANY_ROWS else ()
-    chosen = sorted({*WIDTHS, *narrow}, reverse=True)
-    return tuple(width for width in chosen if width == 1 or width * num_rows <= MOST_TOKENS)
+    return tuple(width for width in WIDTHS if width == 1 or width * num_rows <= MOST_TOKENS)
 
 
 def graphs_of(model: Any) -> ModelGraphs:

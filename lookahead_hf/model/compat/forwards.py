@@ -207,11 +207,6 @@ def encoded(model: Any, inputs: torch.Tensor, mask: torch.Tensor | None) -> Any:
     return encoder(**given, return_dict=True)
 
 
-def encodes(model: Any) -> bool:
-    """Return whether `generate` may run an encoder of texts, sounds or pictures first."""
-    return bool(model.config.is_encoder_decoder or text_config(model) is not model.config)
-
-
 PROMPT_ONLY = frozenset(generation_utils.MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL) | {
     "input_ids",
     "inputs_embeds",

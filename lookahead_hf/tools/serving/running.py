@@ -288,6 +288,8 @@ class Adding:
             given |= {"max_new_tokens": config.max_new_tokens, "seed": request.seed}
             if self._queue.add_request(input_ids, **given, **settings, **own) is None:
                 request.end(STOPPING, 503)
+            if request.is_cancelled:  # while it was added, maybe
+                self.cancel_request(given["request_id"])
         except Exception as error:  # of its own settings: nothing else was done
             _logger.warning("a request was refused", exc_info=error)
             request.end(str(error) or type(error).__name__)

@@ -34,18 +34,6 @@ def fails() -> Any:
     raise RuntimeError("out of memory")
 
 
-def test_after_a_trial_that_fails_the_thread_waits_for_what_was_begun(
-    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    recorder = CudaRecorder(DEVICE)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        recorder.try_out(fails)
-    assert cuda.stream is cuda.first
-    assert cuda.first.waited == [recorder._stream]
-    assert cuda.modes[-1] == 0
-
-
 def says(*messages: str) -> Callable[[], tuple[torch.Tensor, ...]]:
     def run() -> tuple[torch.Tensor, ...]:
         for message in messages:
@@ -90,12 +78,8 @@ def test_living_recorders_share_no_stream(cuda: Cuda) -> None:
     assert CudaRecorder(DEVICE)._stream is kept
 
 
-@pytest.mark.parametrize("hip", [None, "7.0"])
-def test_graphs_have_their_workspace_in_their_own_memory(
-    hip: str | None, cuda: Cuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_have_their_workspace_in_their_own_memory(cuda: Cuda) -> None:
     """Anybody may free the others; also on a stream that an earlier set of graphs had."""
-    monkeypatch.setattr(torch.version, "hip", hip)
 
     def run() -> tuple[torch.Tensor, ...]:
         cuda.multiply()
@@ -122,7 +106,6 @@ def test_a_capture_that_fails_costs_nothing_but_the_graphs(
 ) -> None:
     """Draws and later captures work, in inference mode too; torch may leave both broken."""
     monkeypatch.setattr(graphs, "WIDTHS", WIDTHS)
-    monkeypatch.setattr(graphs, "RETRY_AFTER", 0)
     model, failures = small(), [1]
     kind = type(model.model.norm)
     own = kind.forward
@@ -139,7 +122,8 @@ def test_a_capture_that_fails_costs_nothing_but_the_graphs(
         assert cuda.stream is cuda.first
         assert not cuda.recording_to
         assert torch.multinomial(torch.ones(3), 1).shape == (1,)
-        assert compare(model, padded("left"), do_sample=sampled).execution == "replayed"
+        other = padded("none", rows=1)
+        assert compare(model, other, do_sample=sampled).execution == "replayed"
         assert lookahead_hf.last_stats(model).num_accepted > 0  # type: ignore[union-attr]
 
 

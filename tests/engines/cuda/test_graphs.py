@@ -252,26 +252,6 @@ def test_experts_are_captured_if_they_do_not_wait(
     assert str(compare(model, padded("left")).execution).startswith(said)
 
 
-def test_a_width_that_waits_leaves_the_others_captured(
-    made: list[TapeRecorder], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As the experts of large blocks do where a product by groups reads on the host."""
-    model = tiny("llama", num_hidden_layers=2)
-    kind = type(model.model.norm)
-    own = kind.forward
-
-    def waiting(self: Any, x: torch.Tensor) -> torch.Tensor:
-        assert x.shape[1] != 4 or x.sum().item() == x.sum().item()
-        return own(self, x)
-
-    monkeypatch.setattr(kind, "forward", waiting)
-    compare(model, padded("left"))
-    assert compare(model, padded("left")).num_steps > 2
-    (kept,) = graphs.graphs_of(model).sets
-    assert {width for width, _, _ in kept.recordings} == {1, 16}
-    assert list(kept.refused) == [4]
-
-
 class MostBytes(TorchDispatchMode):
     """Notes the largest tensor that an operation makes, in a forward of so many tokens."""
 

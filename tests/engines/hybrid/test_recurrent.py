@@ -14,7 +14,7 @@ from transformers import DynamicCache, StaticCache, StoppingCriteria, TextStream
 import lookahead_hf
 from lookahead_hf.call import admission
 from lookahead_hf.call.admission import Purpose
-from lookahead_hf.engines.hybrid import recurrent
+from lookahead_hf.engines import hybrid
 from lookahead_hf.fallback import Unserved
 from lookahead_hf.model import self_test
 from lookahead_hf.model.facts import facts_of
@@ -187,13 +187,13 @@ def test_draft_invariant_bits(model_type: str) -> None:
 
 def test_a_mixer_that_forgets_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("qwen3_5_text")
-    behind = recurrent.ReplayMixer._behind_waiting
+    behind = hybrid.ReplayMixer._behind_waiting
 
     def forgets(self: Any, inputs: torch.Tensor, most: int) -> torch.Tensor:
         joined = behind(self, inputs, most)
         return joined if not most else joined.index_fill(1, torch.tensor([0]), 0.0)
 
-    monkeypatch.setattr(recurrent.ReplayMixer, "_behind_waiting", forgets)
+    monkeypatch.setattr(hybrid.ReplayMixer, "_behind_waiting", forgets)
     found, _ = self_test.refusal(model)
     assert "gives other logits for blocks" in found
 

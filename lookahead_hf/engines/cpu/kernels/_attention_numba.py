@@ -1,4 +1,4 @@
-"""Attention of the tokens of a block to the slots of a cache."""
+"""Attention of the tokens of a block to the slots of a cache, and its plan: what they see."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -7,7 +7,16 @@ from __future__ import annotations
 import numpy as np
 
 from lookahead_hf.engines.cpu.kernels._elementwise_numba import exp, tanh
-from lookahead_hf.engines.cpu.kernels._products_numba import dot, rows_by_tokens, widen
+from lookahead_hf.engines.cpu.kernels._vectors_numba import (
+    ROWS,
+    dot,
+    is_widened,
+    largest_of,
+    mix,
+    rows_by_tokens,
+    sum_of,
+    widen,
+)
 from lookahead_hf.engines.cpu.kernels.fields import (
     BEGIN,
     COUNT,
@@ -30,10 +39,107 @@ from lookahead_hf.engines.cpu.kernels.fields import (
     WEIGHT,
     WEIGHT_2,
 )
-from lookahead_hf.engines.cpu.kernels.llvm import LANES
-from lookahead_hf.engines.cpu.kernels.scalars import float_of, longs, narrow, numbers, width_of
-from lookahead_hf.engines.cpu.kernels.vectors import ROWS, is_widened, largest_of, mix, sum_of
-from lookahead_hf.ngram_pool.jit import jit_inner_numbers
+from lookahead_hf.engines.cpu.kernels.llvm import LANES, float_of, longs, narrow, numbers, width_of
+from lookahead_hf.ngram_pool.jit import jit, jit_inner, jit_inner_numbers
+
+
+@jit
+def plan_rows(
+    parents,
+    counts,
+    lengths,
+    query,
+    least,
+    columns,
+    row_slots,
+    first_token,
+    most,
+    segments,
+    tail_starts,
+    tails,
+):
+    """Write the segments and tails of the tokens of some rows.
+
+    A token sees one run of slots, and single slots behind it, its tail. Tokens whose runs begin at
+    the same slot form a segment, which covers what all of them see of it.
+
+    Args:
+        parents: Index of each token's parent in its row, -1 for none, [rows, width].
+        counts: Tokens of each row, [rows]; the others are padding.
+        lengths: Slots of each row before the block, [rows].
+        query: Columns of the tokens, [rows, width].
+        least: Least column that each token sees, [rows, width]; empty if they see all.
+        columns: Columns of the slots before the block, ascending, [rows, slots or more].
+        row_slots: The first slot of each row, [rows].
+        first_token: The first token of the first row in the block.
+        most: Most tokens of a segment.
+        segments: Where segments are written, [tokens, fields].
+        tail_starts: Where tails begin and end, [tokens of the block + 1].
+        tails: Where tails are written.
+
+    Returns:
+        How many segments there are, and the most slots that a token sees.
+    """
+    num_segments, token, pitch = 0, first_token, 0
+    begins, ends = np.empty(parents.shape[1], np.int64), np.empty(parents.shape[1], np.int64)
+    for row in range(len(counts)):
+        length, above, all_seen = lengths[row], parents[row], len(least) == 0
+        for t in range(counts[row]):
+            begin = 0
+            if not all_seen:
+                begin = _first_at_least(columns[row], length, least[row, t])
+            first, lead = t, t + 1
+            while above[first] >= 0 and (all_seen or query[row, above[first]] >= least[row, t]):
+                if above[first] != first - 1:
+                    lead = above[first] + 1
+                first = above[first]
+            if begin < length:
+                begins[t], ends[t] = begin, length + (lead if first == 0 else 0)
+            else:
+                begins[t], ends[t] = length + first, length + lead
+        at = 0
+        while at < counts[row]:
+            begin, last = begins[at], at + 1
+            while last < counts[row] and begins[last] == begin:
+                last += 1
+            while at < last:
+                parts = (last - at + most - 1) // most
+                count = (last - at + parts - 1) // parts
+                end = ends[at]
+                for t in range(at + 1, at + count):
+                    end = min(end, ends[t])
+                segment = segments[num_segments]
+                segment[FIRST], segment[COUNT], segment[ROW_SLOT] = token, count, row_slots[row]
+                segment[BEGIN], segment[END] = begin, end
+                num_segments += 1
+                for t in range(at, at + count):
+                    num_after, node = 0, t
+                    while node >= 0 and length + node >= max(begin, end):
+                        num_after += 1
+                        node = above[node]
+                    place, node = tail_starts[token] + num_after, t
+                    pitch = max(pitch, end - begin + num_after)
+                    token += 1
+                    tail_starts[token] = place
+                    for before in range(1, num_after + 1):
+                        tails[place - before] = length + node
+                        node = above[node]
+                at += count
+    return num_segments, pitch
+
+
+@jit_inner
+def _first_at_least(columns, length, least):
+    """Return the first of `length` ascending columns that is at least `least`, `length` if none."""
+    begin, end = 0, length
+    while begin < end:
+        middle = (begin + end) // 2
+        if columns[middle] < least:
+            begin = middle + 1
+        else:
+            end = middle
+    return begin
+
 
 MIXED = 4
 """Vectors of a value that are summed side by side."""
@@ -92,13 +198,14 @@ def attend(op, piece, scratch, kind):
             to = scores + (common + i) * 4
             dot(keys + tails[tail + i] * stride * width, query, dim, to, kind)
         total[t] = np.float32(1.0) / _weigh(scores, common + length, factor, limit)
-    _mix_all(scratch, pitch, values, stride, begin, common, count, dim, out, kind)
+    first_value = values + begin * stride * width
+    _mix(scratch, pitch, first_value, stride, 0, common, count, dim, out, kind)
     for t in range(count):
         tail = starts[first_token + t]
         length = starts[first_token + t + 1] - tail
         scores, to = scratch + (t * pitch + common) * 4, out + t * dim * 4
         listed = plan[TAILS] + tail * 8
-        _mix_listed(scores, values, stride, listed, length, dim, to, kind)
+        _mix(scores, 0, values, stride, listed, length, 1, dim, to, kind)
         attended = numbers(op[TARGET] + ((first_token + t) * heads + head) * dim * width, kind)
         for i in range(dim):
             attended[i] = narrow(mixed[t * dim + i] * total[t], kind)
@@ -122,47 +229,26 @@ def _weigh(address, count, factor, limit):
 
 
 @jit_inner_numbers
-def _mix_all(scratch, pitch, values, stride, begin, common, count, dim, out, kind):
-    """Add up the values of the slots that all tokens of a segment see."""
-    width = width_of(kind)
-    first = values + begin * stride * width
-    place = 0
+def _mix(scores, pitch, values, stride, slots, num_slots, count, dim, out, kind):
+    """Add up the values of slots for `count` tokens; `slots` is as in `mix`."""
+    width, place = width_of(kind), 0
     while place + MIXED * LANES <= dim:
-        t = 0
+        t, v = 0, values + place * width
         while t < count:
-            scores, to = scratch + t * pitch * 4, out + (t * dim + place) * 4
-            v = first + place * width
+            p, to = scores + t * pitch * 4, out + (t * dim + place) * 4
             if count - t >= QUERIES:
-                _mix_queries(scores, pitch, v, stride, 0, common, to, dim, 0, kind)
+                _mix_queries(p, pitch, v, stride, slots, num_slots, to, dim, 0, kind)
                 t += QUERIES
             else:
-                _mix_one(scores, pitch, v, stride, 0, common, to, dim, 0, kind)
+                _mix_one(p, pitch, v, stride, slots, num_slots, to, dim, 0, kind)
                 t += 1
         place += MIXED * LANES
-    for t in range(count):
-        scores, to = scratch + t * pitch * 4, out + t * dim * 4
-        _mix_narrow(scores, first, stride, 0, common, place, dim, to, kind)
-
-
-@jit_inner_numbers
-def _mix_listed(scores, values, stride, slots, count, dim, out, kind):
-    """Add up the values of listed slots for one token."""
-    place = 0
-    while place + MIXED * LANES <= dim:
-        to, v = out + place * 4, values + place * width_of(kind)
-        _mix_one(scores, 0, v, stride, slots, count, to, 0, 0, kind)
-        place += MIXED * LANES
-    _mix_narrow(scores, values, stride, slots, count, place, dim, out, kind)
-
-
-@jit_inner_numbers
-def _mix_narrow(scores, values, stride, slots, count, place, dim, out, kind):
-    """Add up the numbers from `place` on, fewer than are summed side by side."""
-    width = width_of(kind)
-    while place + LANES <= dim:
-        to, v = out + place * 4, values + place * width
-        _mix_vector(scores, 0, v, stride, slots, count, to, 0, 0, kind)
+    while place < dim:
+        v, rest = values + place * width, dim - place
+        for t in range(count):
+            p, to = scores + t * pitch * 4, out + (t * dim + place) * 4
+            if rest >= LANES:
+                _mix_vector(p, 0, v, stride, slots, num_slots, to, 0, 0, kind)
+            else:
+                _mix_rest(p, 0, v, stride, slots, num_slots, to, 0, rest, kind)
         place += LANES
-    if place < dim:
-        to, v = out + place * 4, values + place * width
-        _mix_rest(scores, 0, v, stride, slots, count, to, 0, dim - place, kind)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 
+from lookahead_hf.engines.cpu.kernels._vectors_numba import (
+    largest_of,
+    num_nan,
+    sum_of,
+    sum_of_squares,
+)
 from lookahead_hf.engines.cpu.kernels.fields import LAYER_NORM, RMS, RMS_FROM_ONE, SILU
-from lookahead_hf.engines.cpu.kernels.scalars import (
+from lookahead_hf.engines.cpu.kernels.llvm import (
     narrow,
     numbers,
     power_of_two,
     wide,
     width_of,
 )
-from lookahead_hf.engines.cpu.kernels.vectors import largest_of, num_nan, sum_of, sum_of_squares
 from lookahead_hf.ngram_pool.jit import jit_inner_numbers, jit_numbers
 
 # mypy: disable-error-code="no-untyped-def"
@@ -156,19 +161,18 @@ def argmax(address, count, kind):
 
 
 @jit_numbers
-def compact(words, lengths, path, num_kept, word):
+def compact(words, lengths, path, num_kept):
     """Move the tokens of a path together; see `dispatch.compact_path`.
 
     Args:
-        words: `PathTable.words`.
+        words: `PathTable.words`, of 4 bytes each.
         lengths: Slots of each row before node 0, [rows].
         path: Node numbers, ascending, [rows, any].
         num_kept: Entries of `path` that count, [rows].
-        word: Kind of the words that are moved.
     """
     for tensor in range(len(words)):
         address, by_row, by_slot, width = words[tensor]
-        x = numbers(address, word)
+        x = numbers(address, _SINGLE)
         for row in range(len(path)):
             first = row * by_row + lengths[row] * by_slot
             for i in range(num_kept[row]):

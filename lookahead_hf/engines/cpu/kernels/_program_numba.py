@@ -20,7 +20,6 @@ from numba import types
 
 from lookahead_hf.engines.cpu.kernels._attention_numba import attend
 from lookahead_hf.engines.cpu.kernels._elementwise_numba import activate, near, norm, rotate
-from lookahead_hf.engines.cpu.kernels._products_numba import product
 from lookahead_hf.engines.cpu.kernels._tiles_numba import (
     ROOM,
     attend_by_tiles,
@@ -29,6 +28,7 @@ from lookahead_hf.engines.cpu.kernels._tiles_numba import (
     pack,
     product_by_tiles,
 )
+from lookahead_hf.engines.cpu.kernels._vectors_numba import product
 from lookahead_hf.engines.cpu.kernels.fields import (
     ADD,
     ATTEND,
@@ -73,7 +73,7 @@ from lookahead_hf.engines.cpu.kernels.fields import (
     WEIGHT,
     WEIGHT_2,
 )
-from lookahead_hf.engines.cpu.kernels.scalars import (
+from lookahead_hf.engines.cpu.kernels.llvm import (
     float_of,
     longs,
     look,
@@ -85,7 +85,7 @@ from lookahead_hf.engines.cpu.kernels.scalars import (
     yield_core,
 )
 from lookahead_hf.engines.cpu.kernels.tiles import configure, release_tiles
-from lookahead_hf.ngram_pool.jit import entry_point, jit_inner_numbers
+from lookahead_hf.ngram_pool.jit import EntryPoint, jit_inner_numbers
 
 _PATIENCE = 2_000
 """Looks at a counter after which a waiting thread yields its core."""
@@ -336,31 +336,20 @@ def run(address, kind, lanes, tiles):
         release_tiles(room, tiles)
 
 
-@entry_point(types.void(types.intp))
-def run_bfloat16(address):
-    """Run a job on bfloat16 numbers."""
-    run(address, np.uint16(0), 0, None)
+def _entry(kind, lanes, tiles):
+    """Make a function for C code that runs a job, by lanes of vectors or by tiles."""
+
+    def run_job(address):
+        run(address, kind, lanes, tiles)
+
+    return EntryPoint(types.void(types.intp), run_job)
 
 
-@entry_point(types.void(types.intp))
-def run_bfloat16_amx(address):
-    """Run a job on bfloat16 numbers by AMX."""
-    run(address, np.uint16(0), None, np.uint8(0))
-
-
-@entry_point(types.void(types.intp))
-def run_bfloat16_loops(address):
-    """Run a job on bfloat16 numbers by loops that do what AMX does, for tests."""
-    run(address, np.uint16(0), None, np.int8(0))
-
-
-@entry_point(types.void(types.intp))
-def run_float16(address):
-    """Run a job on float16 numbers."""
-    run(address, np.int16(0), 0, None)
-
-
-@entry_point(types.void(types.intp))
-def run_float32(address):
-    """Run a job on float32 numbers."""
-    run(address, np.float32(0.0), 0, None)
+ENTRIES = {
+    "bfloat16": _entry(np.uint16(0), 0, None),
+    "bfloat16_amx": _entry(np.uint16(0), None, np.uint8(0)),
+    "bfloat16_loops": _entry(np.uint16(0), None, np.int8(0)),  # for tests
+    "float16": _entry(np.int16(0), 0, None),
+    "float32": _entry(np.float32(0.0), 0, None),
+}
+"""What runs jobs, by the name of its group of functions; see `fields` for jobs."""

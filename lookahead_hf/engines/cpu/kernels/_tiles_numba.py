@@ -37,7 +37,7 @@ from lookahead_hf.engines.cpu.kernels.fields import (
     WEIGHT,
     WEIGHT_2,
 )
-from lookahead_hf.engines.cpu.kernels.scalars import float_of, longs, narrow, numbers
+from lookahead_hf.engines.cpu.kernels.llvm import float_of, longs, narrow, numbers
 from lookahead_hf.engines.cpu.kernels.tile_vectors import (
     add_like_tiles,
     interleave,

@@ -6,21 +6,21 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cache, cached_property, partial
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from lookahead_hf.engines.cpu import team
 from lookahead_hf.engines.cpu.kernels import fields
-from lookahead_hf.kernels.data import PathTable
 from lookahead_hf.ngram_pool import compilation
 from lookahead_hf.ngram_pool.compilation import Functions, NumbaMissingError
 
-KINDS = {
-    torch.bfloat16: np.uint16(0),
-    torch.float32: np.float32(0.0),
-    torch.float16: np.int16(0),
-}
+if TYPE_CHECKING:  # the process that compiles works without it
+    import torch
+
+    from lookahead_hf.kernels.data import PathTable
+
+KINDS = {"bfloat16": np.uint16(0), "float32": np.float32(0.0), "float16": np.int16(0)}
 """Dtypes that there are kernels for, each with a number of the kind that its bits are held as."""
 
 MOST_TOKENS = 512
@@ -30,13 +30,17 @@ parameters takes 0.75 of its own code's time; one of 1.5B takes 0.93 at 256 toke
 
 def groups_of(dtypes: Iterable[torch.dtype]) -> list[Functions]:
     """Return the groups of functions that serve layers of some dtypes, in the order of need."""
-    names = [name_of(dtype) for dtype in dict.fromkeys(dtypes) if dtype in KINDS]
-    return [compilation.common, *(compilation.kernels[name] for name in names)] if names else []
+    names = [_own_name(dtype) + tiles_of(dtype) for dtype in dict.fromkeys(dtypes) if serves(dtype)]
+    return [*(compilation.kernels[name] for name in names), compilation.common] if names else []
 
 
-def name_of(dtype: torch.dtype) -> str:
-    """Return the name of the functions that serve layers of a dtype in this process."""
-    return str(dtype).removeprefix("torch.") + tiles_of(dtype)
+def serves(dtype: torch.dtype) -> bool:
+    """Return whether there are kernels for a dtype."""
+    return _own_name(dtype) in KINDS
+
+
+def _own_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @cache
@@ -46,7 +50,7 @@ def tiles_of(dtype: torch.dtype) -> str:
     It never depends on the width of a block, since vectors add up numbers in another order. Tests
     have "_loops" returned, which do what AMX does.
     """
-    if dtype is not torch.bfloat16 or not team.may_use_tiles():
+    if _own_name(dtype) != "bfloat16" or not team.may_use_tiles():
         return ""
     with suppress(NumbaMissingError):
         functions()
@@ -63,7 +67,7 @@ def segment_of(dtype: torch.dtype) -> int:
 
 def is_ready(dtype: torch.dtype) -> bool:
     """Return whether there are kernels for a dtype, and they are loaded."""
-    return dtype in KINDS and all(each.is_loaded() for each in groups_of([dtype]))
+    return serves(dtype) and all(each.is_loaded() for each in groups_of([dtype]))
 
 
 def functions() -> ModuleType:
@@ -100,7 +104,7 @@ class Plan:
 
         `most` is the most tokens of a segment, as of `segment_of`.
         """
-        from lookahead_hf.engines.cpu.kernels._plan_numba import plan_rows
+        from lookahead_hf.engines.cpu.kernels._attention_numba import plan_rows
 
         num_tokens = len(slots)
         segments = np.empty((num_tokens, fields.SEGMENT_FIELDS), np.int64)
@@ -150,11 +154,11 @@ class JobRunner:
 
     @cached_property
     def _entry(self) -> int:
-        return _entry_of(name_of(self._dtype))
+        return _entry_of(_own_name(self._dtype) + tiles_of(self._dtype))
 
     def run(self, first: int, count: int, num_tokens: int, floats: int) -> None:
         """Carry out `count` operations; each thread has room for `floats` float32 numbers."""
-        num_threads, room = torch.get_num_threads(), self._tile_room(num_tokens)
+        num_threads, room = team.num_threads(), self._tile_room(num_tokens)
         floats = (floats + room // 4 + 63) // 64 * 64
         num_counters = count * (1 + num_threads) * fields.COUNTER_STRIDE
         if len(self._counters) < num_counters:
@@ -183,7 +187,7 @@ class JobRunner:
 
 def _entry_of(name: str) -> int:
     """Return the address of the function that runs jobs, by the name of its group."""
-    return int(getattr(functions(), f"run_{name}").address)
+    return int(functions().ENTRIES[name].address)
 
 
 def tile_floats(queries: int, slots: int, dim: int) -> int:
@@ -197,19 +201,17 @@ def argmax(scores: torch.Tensor) -> int:
     """Return the index of the first largest number of a contiguous tensor of one of `KINDS`."""
     from lookahead_hf.engines.cpu.kernels import _elementwise_numba
 
-    kind = KINDS[scores.dtype]
+    kind = KINDS[_own_name(scores.dtype)]
     return int(_elementwise_numba.argmax(scores.data_ptr(), scores.numel(), kind))
 
 
 def compact_path(
     table: PathTable, lengths: np.ndarray, path: np.ndarray, num_kept: np.ndarray
 ) -> None:
-    """Move the tokens of a path to the front, in a table of words of 2 or 4 bytes."""
+    """Move the tokens of a path to the front, in a table of words of 4 bytes."""
     from lookahead_hf.engines.cpu.kernels import _elementwise_numba
 
-    arrays = lengths, path, num_kept
-    word = np.uint16(0) if table.word_bytes == 2 else np.float32(0.0)
-    _elementwise_numba.compact(table.words.numpy(), *arrays, word)
+    _elementwise_numba.compact(table.words.numpy(), lengths, path, num_kept)
 
 
 def _load_plans() -> None:
@@ -218,9 +220,10 @@ def _load_plans() -> None:
 
 
 def _load_words() -> None:
-    one = np.ones(1, np.int64)
-    for dtype in (torch.bfloat16, torch.float32):
-        compact_path(PathTable([torch.zeros(1, 1, 1, 1, dtype=dtype)]), one - 1, one[None] - 1, one)
+    from lookahead_hf.engines.cpu.kernels import _elementwise_numba
+
+    none = np.zeros(0, np.int64)
+    _elementwise_numba.compact(none.reshape(0, 4), none, none.reshape(0, 1), none)
 
 
 def _load_layers(name: str) -> None:
@@ -230,12 +233,14 @@ def _load_layers(name: str) -> None:
         RuntimeError: The processor cannot convert such numbers.
     """
     functions()
+    from lookahead_hf.engines.cpu.kernels import _elementwise_numba
     from lookahead_hf.engines.cpu.kernels.llvm import HAS_FLOAT16
 
     if name == "float16" and not HAS_FLOAT16:
         raise RuntimeError("the processor has no instructions that convert float16 numbers")
     assert _entry_of(name)
-    assert argmax(torch.zeros(1, dtype=getattr(torch, name.partition("_")[0]))) == 0
+    one = np.zeros(1)  # large enough for a number of any kind
+    assert _elementwise_numba.argmax(one.ctypes.data, 1, KINDS[name.partition("_")[0]]) == 0
 
 
 compilation.common.register(_load_plans, _load_words)

@@ -27,12 +27,14 @@ from lookahead_hf.engines.cpu.kernels.fields import TILE
 from lookahead_hf.engines.cpu.kernels.llvm import (
     I64,
     declared,
+    flushed_fma,
     int64,
     load_bits,
+    numbers,
     pointer_at,
     prefetch,
+    wide,
 )
-from lookahead_hf.engines.cpu.kernels.scalars import flushed_fma, numbers, wide
 
 AMX, LOOPS = types.uint8, types.int8
 """What tiles are computed by: the types of the argument `tiles`."""

@@ -27,7 +27,7 @@ def test_what_numba_does_not_compile_for_is_not_used(setting: str, value: str) -
 
 MULTIPLIED = """
 import numpy as np
-from lookahead_hf.engines.cpu.kernels._products_numba import product
+from lookahead_hf.engines.cpu.kernels._vectors_numba import product
 from lookahead_hf.ngram_pool import jit
 jit.may_compile = True
 rng, size, rows = np.random.default_rng(0), 1024, 9

@@ -173,7 +173,7 @@ jit.compile_here()
 import numpy as np
 from numba import cfunc, types
 from lookahead_hf.engines.cpu.kernels._tiles_numba import attend_by_tiles
-from lookahead_hf.engines.cpu.kernels.scalars import longs
+from lookahead_hf.engines.cpu.kernels.llvm import longs
 from lookahead_hf.engines.cpu.kernels.tiles import release_tiles
 
 @cfunc(types.void(types.intp))

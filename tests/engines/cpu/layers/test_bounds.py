@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+from lookahead_hf.engines.cpu.descriptions import describe_layer, describe_linear
 from lookahead_hf.engines.cpu.kernels import fields
 from lookahead_hf.engines.cpu.kernels.program import MOST_TOKENS, Plan
-from lookahead_hf.engines.cpu.layers.descriptions import describe_layer, describe_linear
-from lookahead_hf.engines.cpu.layers.programs import Unknown
-from lookahead_hf.engines.cpu.layers.step import LayerStep
-from lookahead_hf.engines.cpu.layers.workspace import CompiledLayer, Workspace
+from lookahead_hf.engines.cpu.programs import Unknown
+from lookahead_hf.engines.cpu.step import LayerStep
+from lookahead_hf.engines.cpu.workspace import CompiledLayer, Workspace
 from lookahead_hf.runner.forward import ForwardContext
 from tests.helpers.bounds import bounds_checked, check_plan
 from tests.helpers.caches import CACHE

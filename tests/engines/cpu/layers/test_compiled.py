@@ -18,10 +18,10 @@ from transformers.models.llama import modeling_llama
 
 import lookahead_hf
 from lookahead_hf.call import execution
+from lookahead_hf.engines.cpu import descriptions as known
 from lookahead_hf.engines.cpu.kernels import fields
-from lookahead_hf.engines.cpu.layers import known
-from lookahead_hf.engines.cpu.layers.compiled import CompiledLayers
-from lookahead_hf.engines.cpu.layers.step import LayerStep
+from lookahead_hf.engines.cpu.layers import CompiledLayers
+from lookahead_hf.engines.cpu.step import LayerStep
 from lookahead_hf.model import compat
 from lookahead_hf.model.state import state_of
 from tests.helpers.changes import (
@@ -235,7 +235,7 @@ def changed_alike(make: Callable[[], Any], change: Callable[..., None], in_mid_c
 
 
 def single() -> Any:
-    return tiny("llama")
+    return tiny("llama", num_hidden_layers=4)
 
 
 def by_a_patched_function(patch: pytest.MonkeyPatch) -> None:
@@ -511,36 +511,6 @@ def test_a_layer_of_an_odd_build_runs_itself(change: Any) -> None:
     assert described and not described.intersection(own)
 
 
-def wrapped(model: Any) -> Callable[[], None]:
-    mlp = model.model.layers[1].mlp
-    own = mlp.down_proj
-    mlp.down_proj = nn.Sequential(own)
-    return lambda: setattr(mlp, "down_proj", own)
-
-
-def in_other_numbers(model: Any) -> Callable[[], None]:
-    model.double()
-    return model.float
-
-
-def in_pieces(model: Any) -> Callable[[], None]:
-    weight = model.model.layers[1].mlp.down_proj.weight
-    own = weight.data
-    weight.data = own.t().contiguous().t()
-    return lambda: setattr(weight, "data", own)
-
-
-@pytest.mark.parametrize("change", [wrapped, in_other_numbers, in_pieces])
-def test_an_unknown_layer_is_described_once_it_is_known(change: Any) -> None:
-    model = single()
-    undo = change(model)
-    layers = CompiledLayers(model)
-    assert layers.num_refused and layers.is_current()
-    undo()
-    assert not layers.is_current()
-    assert not CompiledLayers(model).num_refused
-
-
 def test_a_model_that_was_changed_is_described_anew() -> None:
     model = single()
     run(model, True)
@@ -575,8 +545,8 @@ def test_calls_in_threads_write_their_texts() -> None:
 def test_linear_layers_of_other_models_are_computed_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("lookahead_hf.engines.cpu.layers.compiled.LEAST_WEIGHT", 1)
-    model, ids = tiny("gpt_neox"), prompt(2, 11)
+    monkeypatch.setattr("lookahead_hf.engines.cpu.layers.LEAST_WEIGHT", 1)
+    model, ids = tiny("gpt_neox", num_hidden_layers=4), prompt(2, 11)
     plain = model.generate(ids, max_new_tokens=20, do_sample=False)
     config = scripted(continuations(plain, 11), RandomTrees())
     with lookahead_hf.enabled(model):

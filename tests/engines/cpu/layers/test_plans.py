@@ -12,7 +12,7 @@ import torch
 from lookahead_hf.cache.slots import Block as Place
 from lookahead_hf.engines.cpu.kernels import fields
 from lookahead_hf.engines.cpu.kernels.program import Plan
-from lookahead_hf.engines.cpu.layers.workspace import plan_for
+from lookahead_hf.engines.cpu.workspace import plan_for
 from lookahead_hf.runner.forward import ForwardContext
 from tests.helpers.blocks import random_block
 from tests.helpers.bounds import check_plan

@@ -1,18 +1,98 @@
-"""Describes layers as programs for the compiled kernels."""
+"""Describes layers as programs for the compiled kernels, which know some of transformers' classes.
+
+A class is known by its name and its file, and a class derived from it is another one. Whether the
+kernels do what a layer of such a class does is shown in its first step.
+"""
 
 from __future__ import annotations
 
+import inspect
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
+from transformers.activations import ACT2FN
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lookahead_hf.engines.cpu.kernels import fields
 from lookahead_hf.engines.cpu.kernels.fields import bits
-from lookahead_hf.engines.cpu.layers import known
-from lookahead_hf.engines.cpu.layers.programs import Program, Unknown, check_linear, piece_of
+from lookahead_hf.engines.cpu.programs import Program, Unknown, check_linear, piece_of
 from lookahead_hf.model import compat
 from lookahead_hf.runner.watch import Watch
+
+
+class Family(NamedTuple):
+    """What the classes of a file of transformers have in common.
+
+    Attributes:
+        prefix: The prefix of their names.
+        norm: What their RMS norms compute.
+    """
+
+    prefix: str
+    norm: int = fields.RMS
+
+
+FAMILIES = {
+    "gemma": Family("Gemma", fields.RMS_FROM_ONE),
+    "gemma2": Family("Gemma2", fields.RMS_FROM_ONE),
+    "gemma3": Family("Gemma3", fields.RMS_FROM_ONE),
+    "granite": Family("Granite"),
+    "llama": Family("Llama"),
+    "ministral": Family("Ministral"),
+    "mistral": Family("Mistral"),
+    "olmo2": Family("Olmo2", fields.RMS_WEIGHTED_WIDE),
+    "phi3": Family("Phi3"),
+    "phi4_multimodal": Family("Phi4Multimodal"),
+    "qwen2": Family("Qwen2"),
+    "qwen3": Family("Qwen3"),
+    "smollm3": Family("SmolLM3"),
+    "starcoder2": Family("Starcoder2"),
+}
+"""Families by the names of their files, which define all parts of layers but those in `STOCK`."""
+
+PARTS = ("DecoderLayer", "Attention", "MLP", "RMSNorm")
+"""Ends of the names of classes that layers consist of."""
+
+MODELS = ("Model", "TextModel")
+"""Ends of the names of classes that call nothing between their layers."""
+
+ACTIVATIONS: dict[type, int] = {
+    nn.SiLU: fields.SILU,
+    type(ACT2FN["silu"]): fields.SILU,
+    type(ACT2FN["gelu_pytorch_tanh"]): fields.GELU_TANH,
+}
+"""Activations by their classes."""
+
+STOCK = {nn.Linear, nn.LayerNorm, nn.Dropout, *ACTIVATIONS}
+"""Other classes that layers consist of."""
+
+FUNCTIONS = ("apply_rotary_pos_emb", "rotate_half", "eager_attention_forward", "repeat_kv")
+"""Functions of a file that its layers call."""
+
+OTHERS = {"torch": torch, "nn": nn, "ALL_ATTENTION_FUNCTIONS": ALL_ATTENTION_FUNCTIONS}
+"""Other names of a file that its layers look up, with their original values."""
+
+
+def family_of(kind: type, parts: tuple[str, ...]) -> Family | None:
+    """Return the family that one of whose parts a class is, None if it is none's."""
+    name = kind.__module__.rpartition(".modeling_")[2]
+    family = FAMILIES.get(name)
+    if family is None or kind.__module__ != f"transformers.models.{name}.modeling_{name}":
+        return None
+    return family if kind.__name__ in [family.prefix + part for part in parts] else None
+
+
+def is_original(function: Any) -> bool:
+    """Return whether a function and all that it wraps are torch's or transformers' own."""
+    return _is_of_library(inspect.unwrap(function, stop=lambda each: not _is_of_library(each)))
+
+
+def _is_of_library(function: Any) -> bool:
+    name = str(getattr(function, "__globals__", {}).get("__name__"))
+    return name.partition(".")[0] in ("torch", "transformers")
+
 
 _DROPOUTS = ("attention_dropout", "residual_dropout", "p")
 
@@ -37,7 +117,7 @@ def describe_layer(layer: Any) -> Program:
         Unknown: There are no kernels for what it does.
     """
     kind = type(layer)
-    family = known.family_of(kind, known.PARTS[:1])
+    family = family_of(kind, PARTS[:1])
     if family is None:
         raise Unknown(f"{kind.__name__} of {kind.__module__} is not known")
     program = _program_for([*layer.modules()], family)
@@ -64,26 +144,26 @@ def describe_layer(layer: Any) -> Program:
     return program
 
 
-def _program_for(modules: list[nn.Module], family: known.Family | None) -> Program:
+def _program_for(modules: list[nn.Module], family: Family | None) -> Program:
     """Return an empty program for modules whose code is the original code of a family."""
     for module in modules:
         kind, own = type(module), vars(module)
-        is_part = family is not None and known.family_of(kind, known.PARTS) is family
-        if not (is_part or kind in known.STOCK):
+        is_part = family is not None and family_of(kind, PARTS) is family
+        if not (is_part or kind in STOCK):
             raise Unknown(f"{kind.__name__} of {kind.__module__} is not known")
         held = compat.parameters_of(module).keys() | compat.children_of(module).keys()
         hidden = [name for name in own if name in held or callable(getattr(kind, name, None))]
         is_called = compat.CALL in own and module is not modules[0]
-        if hidden or is_called or not all(map(known.is_original, (kind.forward, kind.__call__))):
+        if hidden or is_called or not all(map(is_original, (kind.forward, kind.__call__))):
             raise Unknown(f"the code of a {kind.__name__} was replaced")
         if module.training and any(getattr(module, name, 0.0) for name in _DROPOUTS):
             raise Unknown("a dropout is active")
     watch = Watch(modules)
     if family is not None:
         file = sys.modules[type(modules[0]).__module__]
-        for name in (*known.FUNCTIONS, *known.OTHERS):
+        for name in (*FUNCTIONS, *OTHERS):
             found = watch.functions[file, name] = getattr(file, name, None)
-            if not (found is known.OTHERS.get(name) or known.is_original(found)):
+            if not (found is OTHERS.get(name) or is_original(found)):
                 raise Unknown(f"{name} of {file.__name__} was replaced")
     return Program(watch)
 
@@ -198,7 +278,7 @@ def _feedforward(program: Program, module: Any, hidden: str) -> tuple[Any, str]:
 
 
 def _activation(module: Any) -> int:
-    flavour = known.ACTIVATIONS.get(type(module))
+    flavour = ACTIVATIONS.get(type(module))
     if flavour is None:
         raise Unknown(f"there is no kernel for the activation {type(module).__name__}")
     return flavour

@@ -12,7 +12,7 @@ from lookahead_hf.block.block import Block
 from lookahead_hf.cache.slots import SlotGroup
 from lookahead_hf.engines.cpu.kernels import fields
 from lookahead_hf.engines.cpu.kernels.program import MOST_TOKENS, JobRunner, Part, Plan
-from lookahead_hf.engines.cpu.layers.programs import Program
+from lookahead_hf.engines.cpu.programs import Program
 from lookahead_hf.runner.forward import ForwardContext
 
 

@@ -1,4 +1,17 @@
-"""Rejection sampling over a draft tree whose nodes were drawn from known distributions.
+"""Draft trees: verification, rejection sampling, and keeping the accepted path in the cache.
+
+Nodes are [rows, 1 + nodes] with node 0 the row's last token. Verification finds the best token of
+every node, in a pass over the vocabulary (`tile_best`); one program per row then walks:
+
+    for row:
+        best = [argmax(score[node]) for node in range(1 + num_nodes[row])]
+        path = [0]
+        for node in range(1, 1 + num_nodes[row]):
+            if parents[row, node] == path[-1] and tokens[row, node] == best[path[-1]]:
+                path.append(node)
+        num_accepted, bonus = len(path) - 1, best[path[-1]]
+
+Rejection sampling verifies nodes that were drawn from known distributions:
 
     for row:
         path, left = [0], probs[row, 0]
@@ -16,9 +29,18 @@ The rule for one draft token is that of Leviathan et al. (arXiv:2211.17192); try
 after the other on what the rejected ones left over is multi-step speculative sampling (SpecInfer,
 arXiv:2305.09781). A child's distribution is the one it was drawn from, its earlier siblings given:
 draws with and without replacement both come out right.
+
+Compaction moves the tokens of the path together, in all layers in one launch:
+
+    for tensor, row:
+        for i in range(num_kept[row]):
+            tensor[row, lengths[row] + i] = tensor[row, lengths[row] + path[row, i]]
+
+Tensors are [batch, slot, ...] with one token's values in one piece; a `PathTable` holds addresses.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
+
 from __future__ import annotations
 
 import torch
@@ -32,8 +54,92 @@ from lookahead_hf.kernels._common import (
     launch,
     order_key,
     packed_index,
+    places,
+    tile_best,
 )
-from lookahead_hf.kernels.data import TreeWalk
+from lookahead_hf.kernels.data import PathTable, TreeWalk
+
+
+@triton.jit(do_not_specialize=["width", "tiles"])
+def _walk_kernel(
+    packed_ptr,  # [rows, 2 + width]
+    best_ptr,  # [rows, width]
+    tiles_ptr,  # [rows, width, tiles]
+    tokens_ptr,  # [rows, width]
+    parents_ptr,  # [rows, width]
+    num_nodes_ptr,  # [rows]
+    width,
+    tiles,
+    NODES: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    node = tl.arange(0, NODES)
+    tile = tl.arange(0, TILES)
+    entry = row * width + node
+    live = node <= tl.load(num_nodes_ptr + row)
+    packed = tl.load(
+        tiles_ptr + entry[:, None] * tiles + tile[None, :],
+        mask=live[:, None] & (tile < tiles)[None, :],
+        other=LOWEST_PACKED,
+    )
+    best = tl.where(live, packed_index(tl.max(packed, axis=1)), -1)
+    tl.store(best_ptr + entry, best, mask=node < width)
+
+    token = tl.load(tokens_ptr + entry, mask=live, other=0)
+    parent = tl.load(parents_ptr + entry, mask=live, other=-1)
+    path = tl.where(node == 0, 0, -1)
+    at = tl.min(node, axis=0)
+    accepted = at
+    wanted = tl.max(tl.where(node == at, best, -1), axis=0)
+    walking = accepted == 0
+    while walking:
+        # Children come after their parents, so the walk ends whatever the padding holds.
+        fits = live & (node > at) & (parent == at) & (token == wanted)
+        child = tl.min(tl.where(fits, node, NODES), axis=0)
+        walking = child < NODES
+        at = tl.where(walking, child, at)
+        accepted += walking.to(tl.int32)
+        path = tl.where(node == accepted, at, path)
+        wanted = tl.max(tl.where(node == at, best, -1), axis=0)
+    out = packed_ptr + row * (2 + width)
+    tl.store(out, accepted)
+    tl.store(out + 1, wanted)
+    tl.store(out + 2 + node, path, mask=node < width)
+
+
+def verify_tree(
+    scores: torch.Tensor,  # [rows, 1 + nodes, vocab]
+    tokens: torch.Tensor,  # [rows, 1 + nodes]
+    parents: torch.Tensor,  # [rows, 1 + nodes]
+    num_nodes: torch.Tensor,  # [rows]
+    noise: torch.Tensor | None = None,  # [rows, depths, vocab]
+    depth: torch.Tensor | None = None,  # [rows, 1 + nodes]
+    keep_scan: bool = False,
+) -> TreeWalk:
+    """See `reference.verify_tree`."""
+    rows, width, _ = scores.shape
+    scan = tile_best(scores, num_nodes, noise, depth, parts=keep_scan)
+    best = torch.empty(rows, width, dtype=torch.int64, device=scores.device)
+    packed = torch.empty(rows, 2 + width, dtype=torch.int64, device=scores.device)
+    launch(
+        _walk_kernel,
+        (rows,),
+        scores,
+        packed_ptr=packed,
+        best_ptr=best,
+        tiles_ptr=scan.best,
+        tokens_ptr=tokens.contiguous(),
+        parents_ptr=parents.contiguous(),
+        num_nodes_ptr=num_nodes.contiguous(),
+        width=width,
+        tiles=scan.best.shape[2],
+        NODES=places(width),
+        TILES=triton.next_power_of_2(scan.best.shape[2]),
+        num_warps=8,
+    )
+    return TreeWalk(packed, best, scan if keep_scan else None)
+
 
 _BLOCK = 4096
 
@@ -174,3 +280,73 @@ def reject_tree(
         num_warps=8,
     )
     return TreeWalk(packed)
+
+
+_WORD = {1: tl.uint8, 2: tl.int16, 4: tl.int32}
+_WORDS = 128
+
+
+@triton.jit(do_not_specialize=["path_stride", "path_width"])
+def _compact_path_kernel(
+    table_ptr,  # [tensors, 4]: address, row stride, slot stride, width
+    lengths_ptr,  # [rows]
+    path_ptr,  # [rows, path_width]
+    num_kept_ptr,  # [rows]
+    path_stride,
+    path_width,
+    WORD: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    PATH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    layout = table_ptr + tl.program_id(0) * 4
+    row = tl.program_id(1).to(tl.int64)
+    stride_row = tl.load(layout + 1)
+    stride_slot = tl.load(layout + 2)
+    width = tl.load(layout + 3)
+    target = tl.arange(0, PATH)
+    kept = (target < tl.load(num_kept_ptr + row)) & (target < path_width)
+    source = tl.load(path_ptr + row * path_stride + target, mask=kept, other=0).to(tl.int64)
+    moves = kept & (source != target)
+
+    slot = tl.load(lengths_ptr + row).to(tl.int64)
+    first = tl.load(layout).to(tl.pointer_type(WORD)) + row * stride_row + slot * stride_slot
+    if ALIGNED:
+        # Loaded addresses have no known alignment, and without it every move is one word. The hint
+        # counts on the pointer; on the integer before the cast it is lost.
+        stride_slot = tl.multiple_of(stride_slot, 4)
+        width = tl.multiple_of(width, 4)
+        first = tl.multiple_of(first, 16)
+    word = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    mask = moves[:, None] & (word < width)[None, :]
+    values = tl.load(first + source[:, None] * stride_slot + word[None, :], mask=mask)
+    # Where one token goes another one came from: all loads before any store.
+    tl.debug_barrier()
+    tl.store(first + target[:, None] * stride_slot + word[None, :], values, mask=mask)
+
+
+def compact_path(
+    table: PathTable,
+    lengths: torch.Tensor,  # [rows]
+    path: torch.Tensor,  # [rows, any]
+    num_kept: torch.Tensor,  # [rows]
+) -> None:
+    """See `dispatch.compact_path`; the tensors share one device."""
+    assert len(table.by_device) == 1, "one launch serves one device"
+    path = path if path.stride(1) == 1 else path.contiguous()
+    launch(
+        _compact_path_kernel,
+        (len(table.tensors), len(path), triton.cdiv(table.max_words, _WORDS)),
+        lengths,
+        table_ptr=table.words,
+        lengths_ptr=lengths.contiguous(),
+        path_ptr=path,
+        num_kept_ptr=num_kept.contiguous(),
+        path_stride=path.stride(0),
+        path_width=path.shape[1],
+        WORD=_WORD[table.word_bytes],
+        ALIGNED=table.aligned,
+        PATH=places(path.shape[1]),
+        BLOCK=_WORDS,
+        num_warps=4,
+    )

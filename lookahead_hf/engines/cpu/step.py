@@ -17,7 +17,7 @@ from lookahead_hf.engines.cpu.kernels.program import (
     segment_of,
     tile_floats,
 )
-from lookahead_hf.engines.cpu.layers.workspace import Arguments, CompiledLayer, Workspace, plan_for
+from lookahead_hf.engines.cpu.workspace import Arguments, CompiledLayer, Workspace, plan_for
 from lookahead_hf.model import compat
 from lookahead_hf.runner import attention
 from lookahead_hf.runner.forward import ForwardContext

@@ -1,1 +1,0 @@
-"""Models that keep a recurrent state."""
