@@ -30,7 +30,6 @@ GENERATING = [ROOT / "README.md", *sorted({*DOCS.glob("howto/*.md")} - {ON_A_CLU
 GENERATING += [DOCS / "quickstart.md", DOCS / "guarantees.md"]
 EXCERPTS = [*(DOCS / f"{name}.md" for name in ("index", "statistics", "trace"))]
 """Pages whose snippets use what the reader has: a model, its inputs, a pipeline."""
-"""Names of pages that decode by continuous batching."""
 CONFIG_FIELDS = {field.name for field in dataclasses.fields(lookahead_hf.SpeculativeConfig)}
 THEIR_OPTIONS = ("serve",)
 """Commands that take options of other programs."""

@@ -9,7 +9,6 @@ from typing import Any
 import llguidance.hf
 import numpy as np
 import pytest
-import xgrammar
 from transformers import (
     LogitsProcessorList,
     RepetitionPenaltyLogitsProcessor,
@@ -26,7 +25,7 @@ from tests.helpers import grammars, requests
 from tests.helpers.compared import served
 from tests.helpers.constrained import BUDGET, check, generate, held, prompts
 from tests.helpers.fakes import Recorder
-from tests.helpers.grammars import END, LIBRARIES, SCHEMAS, WIDTH, processor, schema, text
+from tests.helpers.grammars import END, LIBRARIES, SCHEMAS, WIDTH, processor, schema
 
 
 @pytest.fixture(scope="module")
@@ -143,38 +142,6 @@ def test_a_constant_takes_few_steps(model: Any) -> None:
     assert stats.row_stats[0].num_emitted > 10
     assert stats.num_steps <= 1 + np.ceil(stats.row_stats[0].num_emitted / 7)
     assert stats.per_source["grammar"].accepted > 0.7 * stats.row_stats[0].num_emitted
-
-
-def test_a_function_of_allowed_tokens_beside_a_grammar(model: Any) -> None:
-    (banned,) = grammars.tokenizer().encode("x")
-    allowed = [token for token in range(WIDTH) if token != banned]
-    check(model, "xgrammar strict", SCHEMAS[:1], prefix_allowed_tokens_fn=lambda row, ids: allowed)
-
-
-def test_no_more_masks_are_made_inside_strings(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One takes xgrammar 21 ms where few characters are left."""
-    made, fill = [0], xgrammar.GrammarMatcher.fill_next_token_bitmask
-
-    def counted(matcher: Any, *given: Any, **more: Any) -> bool:
-        made[0] += matcher.fork().accept_string("~")
-        return bool(fill(matcher, *given, **more))
-
-    monkeypatch.setattr(xgrammar.GrammarMatcher, "fill_next_token_bitmask", counted)
-    counts = []
-    for each in (False, BUDGET):
-        made[0] = 0
-        own = [processor("xgrammar strict", [schema(name=text(10), country=text(10))])]
-        generate(model, own, speculative=each)
-        counts.append(made[0])
-    assert lookahead_hf.last_stats(model).per_source["grammar"].accepted > 0
-    assert counts[1] == counts[0] > 0
-
-
-def test_a_trace_shows_the_grammar(model: Any) -> None:
-    own = [processor("xgrammar strict", SCHEMAS[:1])]
-    generate(model, own, speculative=SpeculativeConfig(budget=8, trace=True))
-    origins = lookahead_hf.last_stats(model).trace.num_by_origin
-    assert any("grammar" in origin for origin in origins)
 
 
 class OfAnotherTokenizer(grammars.LLGuidanceProcessor):

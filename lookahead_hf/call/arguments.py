@@ -161,7 +161,7 @@ def check_name(
     function: str,
     name: str,
     own: Iterable[str],
-    theirs: Iterable[str],
+    theirs: set[str],
     elsewhere: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Check an argument that a function of transformers does not know.
@@ -177,7 +177,6 @@ def check_name(
         ValueError: The name resembles an argument or option of this library.
     """
     options = [each.name for each in fields(SpeculativeConfig)]
-    theirs = {*theirs}
     known = {*own, *options, *theirs, *elsewhere}
     meant = next(iter(difflib.get_close_matches(name, known, 1, cutoff=0.7)), None)
     if meant is None or meant in theirs:
