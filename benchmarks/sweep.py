@@ -20,7 +20,7 @@ from kernel_cases import Bench, Case
 from kernels import Line, each_place, on_backend, timed
 from lines import Report
 
-from lookahead_hf.kernels import attention, tiles, topk
+from lookahead_hf.kernels import _common, attention, topk
 from lookahead_hf.kernels._common import launch
 
 SETTINGS: dict[str, list[dict[str, int]]] = {
@@ -63,7 +63,7 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 def tuned(kind: str, setting: dict[str, int]) -> Iterator[None]:
     """Launch the kernel of attention's prefix or of the k best with other settings."""
     kernels = {"attention": attention._prefix_kernel, "topk": topk._topk_kernel}
-    sizes, part = attention.tile_sizes, setting.get("PART", tiles.PART)
+    sizes, part = attention.tile_sizes, setting.get("PART", _common.PART)
     options = {name: setting[name] for name in setting if name.startswith("num_")}
     tile = {name: setting[name] for name in ("QUERIES", "KEYS") if name in setting}
 
@@ -75,7 +75,7 @@ def tuned(kind: str, setting: dict[str, int]) -> Iterator[None]:
         patch.object(topk, "launch", launched),
         patch.object(attention, "tile_sizes", lambda *given: sizes(*given) | tile),
         patch.object(topk, "PART", part),
-        patch.object(tiles, "PART", part),
+        patch.object(_common, "PART", part),
     ):
         yield
 
