@@ -356,8 +356,8 @@ class RequestBuilder:
         return admission.takes_flat(self.trial())
 
     def trial(self) -> PreparedCall:
-        """Return the call of a made-up request, whose prompt is one token."""
-        return self._prepared(QueuedRequest(RequestState("trial", [0], max_new_tokens=None), 0))
+        """Return the call of a made-up request, of one token, which writes one more."""
+        return self._prepared(QueuedRequest(RequestState("trial", [0], max_new_tokens=1), 0))
 
 
 def write_alone(

@@ -65,7 +65,24 @@ def set_own(undo: list[Callable[[], None]], module: Any, name: str, function: An
         own.update(found)
 
     undo.append(take_away)  # first, for interrupts
-    own[name] = function
+    own[name] = _Own(module, name, function) if callable(function) else function
+
+
+class _Own:
+    """Replaces a method of one object; copies and pickles of the object have the method itself.
+
+    A streamer or another thread may copy a model in the middle of a call.
+    """
+
+    def __init__(self, module: Any, name: str, function: Callable[..., Any]) -> None:
+        self._module, self._name, self._function = module, name, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
+        # The copied object has no attributes of its own yet, so this finds its class's method.
+        return getattr, (self._module, self._name)
 
 
 @dataclass(slots=True, eq=False)

@@ -57,7 +57,7 @@ GPUS = {
     "gfx1100": Gpu(GPUTarget("hip", "gfx1100", 32), 64 * 1024, 320),
 }
 
-WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+WIDTHS = (1, 8, 16, 32, 64)
 """Tokens per row of the steps that are captured."""
 
 

@@ -188,6 +188,7 @@ def pair(decoder: str, reads: str = "vit", attn: str | None = None, **own: Any) 
     """
     sizes = {**_COMMON, **_GPT2, **_BART, "image_size": 16, "patch_size": 8}
     sizes |= {"is_encoder_decoder": False, "cross_attention_hidden_size": 48}
+    sizes |= {"num_hidden_layers": 3}
     crosses = {"is_decoder": True, "add_cross_attention": True}
     parts = CONFIG_MAPPING[reads](**sizes), CONFIG_MAPPING[decoder](**{**sizes, **crosses, **own})
     of_pictures = VisionEncoderDecoderConfig, VisionEncoderDecoderModel

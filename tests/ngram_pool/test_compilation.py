@@ -174,16 +174,17 @@ def test_another_thread_that_loads_is_not_waited_for(folder: Path) -> None:
 def test_who_asks_for_functions_waits(
     children: list[Elsewhere], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shown: list[float] = []
+    waits: list[float] = []
 
     def sleep(seconds: float) -> None:
-        if len(shown) == 3:
+        waits.append(seconds)
+        if len(waits) == 3:
             mark(folder)
 
     monkeypatch.setattr(compilation.time, "sleep", sleep)
     group, other = group_of(bool), group_of(bool, name="other")
-    compilation.wait([group], show=shown.append)
-    assert group.is_loaded() and len(shown) == 3
+    compilation.wait([group])
+    assert group.is_loaded() and len(waits) == 3
     compilation.wait([other], seconds=0.0)
     assert not other.is_loaded() and other.is_available()
     mark(folder, "other")

@@ -14,7 +14,7 @@ from lookahead_hf.ngram_pool import logits_memory as compiled  # noqa: E402
 from lookahead_hf.ngram_pool.logits_memory import (  # noqa: E402
     LANES,
     WAYS,
-    top_rows,  # noqa: E402
+    top_rows,
 )
 from tests.oracles import logits_memory as reference  # noqa: E402
 
@@ -72,10 +72,10 @@ def test_compiled_and_plain_search_agree(data: st.DataObject, dtype: str, k: int
     which = np.arange(len(rows))
     counts = np.array([data.draw(st.integers(1, k)) for _ in rows])
     found = []
-    for functions in (compiled, reference):
+    for best in (compiled._top_rows, reference.top_rows):
         tokens = np.empty((len(rows), k), np.int32)
         probs = np.empty((len(rows), k), np.float32)
-        functions.top_rows(bits, which, counts, tokens, probs)
+        best(bits, which, counts, tokens, probs)
         found.append((tokens, probs))
     np.testing.assert_array_equal(found[0][0], found[1][0])
     np.testing.assert_allclose(found[0][1], found[1][1], rtol=0.02, atol=1e-4)
@@ -92,13 +92,14 @@ def test_compiled_and_plain_memory_agree(contexts: list[tuple[int, int]], places
     tokens = np.arange(2 * len(contexts), dtype=np.int32).reshape(-1, 2)
     tokens[::7, 0] = -1
     kept = []
-    for functions in (compiled, reference):
+    for remember, find in (
+        (compiled._remember, compiled.find),
+        (reference.remember, reference.find),
+    ):
         keys, stamps = np.full((places, WAYS), -1, np.int64), np.zeros((places, WAYS), np.int64)
         store = np.zeros((places * WAYS, 2), np.int32), np.zeros((places * WAYS, 2), np.float32)
-        clock = functions.remember(
-            keys, stamps, *store, 0, before, last, tokens, tokens.astype(np.float32)
-        )
-        found = [functions.find(keys, b, t) for b, t in contexts]
+        clock = remember(keys, stamps, *store, 0, before, last, tokens, tokens.astype(np.float32))
+        found = [find(keys, b, t) for b, t in contexts]
         kept.append((keys, stamps, *store, np.array(found), np.array(clock)))
     for one, other in zip(*kept, strict=True):
         np.testing.assert_array_equal(one, other)

@@ -142,7 +142,8 @@ def test_a_requests_own_stop_strings_come_first(model: Any) -> None:
     """As in plain generation, where its criterion takes the place of the settings'."""
     characters, (text,) = random_calls.tokenizer(), prompts(1)
     tokens = alone(model, text, settings(model))
-    early, late = (characters.decode(tokens[at : at + 1]) for at in (2, 12))
+    newest = max(at for at, token in enumerate(tokens) if token not in tokens[:at])
+    early, late = (characters.decode(tokens[at : at + 1]) for at in (2, newest))
     config = settings(model, stop_strings=[early])
     own = {"stopping_criteria": StoppingCriteriaList([StopStringCriteria(characters, [late])])}
     given = {"speculative": DRAFTED, "tokenizer": characters}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from weakref import ref
 
@@ -53,6 +54,7 @@ class CompiledLayers:
     def __init__(self, model: nn.Module) -> None:
         self.layers: list[CompiledLayer] = []
         self.refused, self.num_refused = set[str](), 0
+        self._unknown: list[tuple[Callable[[Any], Program], nn.Module]] = []
         self._users, self._free = set[object](), list[Workspace]()
         self._decoder, layers = _decoder(model)
         inside: set[nn.Module] = set()
@@ -87,6 +89,7 @@ class CompiledLayers:
             self._refuse(str(error))
         except Exception as error:
             self._refuse(f"{type(module).__name__} is not built as its class says: {error}")
+        self._unknown.append((describe, module))
         return False
 
     def _refuse(self, why: str, count: int = 1) -> None:
@@ -98,9 +101,10 @@ class CompiledLayers:
         """Do nothing more: a call in progress keeps the layers until it ends."""
 
     def is_current(self) -> bool:
-        """Return whether all layers are as they were described."""
+        """Return whether all layers are as they were described, or still cannot be."""
         are_modules = all(each.program.watch.are_modules_current() for each in self.layers)
-        return are_modules and watch.are_current(self._functions)
+        is_same = are_modules and watch.are_current(self._functions)
+        return is_same and not any(map(_is_known, self._unknown))
 
     def refusal(self) -> str | None:
         """Return why a step cannot use the kernels now, None if it can."""
@@ -197,6 +201,15 @@ def _decoder(model: nn.Module) -> tuple[Callable[[], Any], list[nn.Module]]:
         if isinstance(layers, nn.ModuleList) and len(layers) and hasattr(layers[0], "self_attn"):
             return ref(module), list(layers)
     return lambda: None, []
+
+
+def _is_known(asked: tuple[Callable[[Any], Program], nn.Module]) -> bool:
+    """Return whether there are kernels for a module now, such as after an adapter was merged."""
+    describe, module = asked
+    with suppress(Exception):
+        describe(module)
+        return True
+    return False
 
 
 def _is_large(module: nn.Module) -> bool:

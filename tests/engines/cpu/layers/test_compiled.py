@@ -569,3 +569,33 @@ def test_hooks_that_transformers_has_left_act_only_where_outputs_are_collected()
         stats = lookahead_hf.last_stats(model)
         assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
         assert stats.own_code == reasons
+
+
+def wrapped(model: Any) -> Callable[[], None]:
+    mlp = model.model.layers[1].mlp
+    own = mlp.down_proj
+    mlp.down_proj = nn.Sequential(own)
+    return lambda: setattr(mlp, "down_proj", own)
+
+
+def in_other_numbers(model: Any) -> Callable[[], None]:
+    model.double()
+    return model.float
+
+
+def in_pieces(model: Any) -> Callable[[], None]:
+    weight = model.model.layers[1].mlp.down_proj.weight
+    own = weight.data
+    weight.data = own.t().contiguous().t()
+    return lambda: setattr(weight, "data", own)
+
+
+@pytest.mark.parametrize("change", [wrapped, in_other_numbers, in_pieces])
+def test_an_unknown_layer_is_described_once_it_is_known(change: Any) -> None:
+    model = single()
+    undo = change(model)
+    layers = CompiledLayers(model)
+    assert layers.num_refused and layers.is_current()
+    undo()
+    assert not layers.is_current()
+    assert not CompiledLayers(model).num_refused
