@@ -210,10 +210,10 @@ def _sources() -> str:
 
 _MADE_OF = (
     "drafting/**/*_numba.py",
-    "drafting/sources/recycling_buckets.py",
     "engines/cpu/kernels/*.py",
     "ngram_pool/*_numba.py",
     "ngram_pool/jit.py",
+    "ngram_pool/logits_memory.py",
     "ngram_pool/matches.py",
 )
 

@@ -154,6 +154,13 @@ def test_a_function_is_compiled_again_if_another_file_of_them_has_changed(folder
         assert module.double(3) == 8 and num_found(module) == found % 2
 
 
+def test_every_file_of_compiled_functions_counts() -> None:
+    package, uses = Path(jit.__file__).parents[1], "from lookahead_hf.ngram_pool.jit import"
+    found = [{*package.glob(name)} for name in jit._MADE_OF]
+    compiled = {file for file in package.rglob("*.py") if uses in file.read_text("utf-8")}
+    assert all(found) and compiled <= set().union(*found)
+
+
 COMPILING = """
 import sys
 from pathlib import Path

@@ -11,11 +11,7 @@ pytest.importorskip("numba")
 torch = pytest.importorskip("torch")
 
 from lookahead_hf.ngram_pool import logits_memory as compiled  # noqa: E402
-from lookahead_hf.ngram_pool.logits_memory import (  # noqa: E402
-    LANES,
-    WAYS,
-    top_rows,
-)
+from lookahead_hf.ngram_pool.logits_memory import LANES, WAYS, top_rows  # noqa: E402
 from tests.oracles import logits_memory as reference  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("compiles")
