@@ -250,7 +250,7 @@ class NgramPool:
 
     def _text(self) -> np.ndarray:
         """Return a copy of all tokens, oldest first, with borders between the texts."""
-        return np.concatenate([self._index.filled(row)[0] for row in (1, 0)])
+        return np.concatenate([arrays[0] for arrays in map(self._index.filled, (1, 0))])
 
     def _joined(self) -> Arrays:
         """Return the arrays of a single index of the whole text."""

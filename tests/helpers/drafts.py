@@ -19,13 +19,7 @@ from lookahead_hf.rows import Rows
 
 def accepted_path(draft: DraftTree, truth: np.ndarray) -> list[int]:
     """The accepted nodes of a one-row tree, root to leaf, where the target emits `truth`."""
-    path: list[int] = []
-    for token in truth.tolist():
-        child = draft.child_of(0, path[-1] if path else ROOT, token)
-        if child is None:
-            break
-        path.append(child)
-    return path
+    return [node for node, path in enumerate(paths(draft)) if path == truth[: len(path)].tolist()]
 
 
 class Fixed(Drafter):
