@@ -164,7 +164,7 @@ class Watch:
         self._data = [(each, each.data_ptr(), each.untyped_storage()) for each in baked]
         self._attention = _attention_functions() if is_graph else ()
         self._found += map(_Same, self._attention)
-        settings = _process_settings(distinct[0].device.type) if is_graph else ()
+        settings = _process_settings() if is_graph else ()
         self.key = (*settings, *self._found)
         self._found.clear()
 
@@ -268,6 +268,8 @@ def blockers(model: nn.Module, extras: Mapping[str, Any]) -> list[str]:
         found.add(execution.TENSORS)
     if compat.reads_lengths(model):
         found.add(execution.READS_LENGTHS)
+    if compat.is_autocast():
+        found.add(execution.AUTOCAST)
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         found.add(execution.CAPTURED)
     order = vars(execution).values()
@@ -300,14 +302,13 @@ def addresses(tensor: torch.Tensor) -> list[tuple[Any, ...]]:
     return [(tensor.data_ptr(), tensor.is_neg(), tensor.dtype, tensor.shape, tensor.stride())]
 
 
-def _process_settings(device: str) -> tuple[Any, ...]:
+def _process_settings() -> tuple[Any, ...]:
     """Return the settings of the process that decide which operations a forward runs."""
     cuda = torch.backends.cuda
     cudnn: Any = torch.backends.cudnn  # stubs lack its parts
     # What torch.get_float32_matmul_precision returns follows from these, if it does not raise.
     with_tf32 = torch.backends, cuda.matmul, cudnn, cudnn.conv, cudnn.rnn
     return (
-        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
         *(each.fp32_precision for each in with_tf32),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
