@@ -13,7 +13,6 @@ import click
 
 from lookahead_hf.tools.cli import models
 from lookahead_hf.tools.cli.measuring import (
-    MOST_ULPS,
     OURS,
     PLAIN,
     Call,
@@ -386,21 +385,4 @@ def _compare(
     call, texts = {**inputs, **stage.generation}, [calls[OURS].rows]
     with screen.task("comparing the texts"):
         (found,) = find_divergences(stage.model, call, calls[PLAIN].rows, texts, stage.seed)
-    if not any(found):
-        screen.line(f"\nidentical: all {calls[PLAIN].num_tokens} tokens", bold=True)
-    for each in filter(None, found):
-        _show_divergence(stage, each)
     return calls, found
-
-
-def _show_divergence(stage: Stage, divergence: Divergence) -> None:
-    plain, other = (
-        "the end" if token is None else repr(stage.tokenizer.decode([token]))
-        for token in (divergence.plain, divergence.other)
-    )
-    distance = "far apart" if divergence.ulps is None else f"at most {divergence.ulps} ulps apart"
-    stage.screen.line(
-        f"\nThe texts part after {divergence.num_same} identical tokens: plain took {plain}, the "
-        f"speculative run {other}. In the plain run the logits of these two tokens are {distance}. "
-        f"Up to {MOST_ULPS} ulps are a near tie, which rounding can flip."
-    )
