@@ -200,12 +200,10 @@ class Block:
     masks: dict[str, torch.Tensor | None] = field(default_factory=dict, init=False)
 
     def make_masks(self, is_causal: bool, lazy: bool = False) -> dict[str, torch.Tensor | None]:
-        """Make `masks`.
+        """Make `masks`; with `lazy`, nothing is computed before somebody reads one.
 
-        Args:
-            is_causal: Whether each token sees all tokens of its row's block before it, and nothing
-                comes before the block or the block has one token.
-            lazy: Whether nothing is computed before somebody reads a mask.
+        `is_causal` says that each token sees all tokens of its row's block before it, and nothing
+        comes before the block or the block has one token.
         """
         rows, device = len(self.query), self.query.device
         own = weakref.proxy(self)  # a circle would keep K and V until Python looks for circles
@@ -293,13 +291,9 @@ class Block:
 
 
 def ancestors(parents: np.ndarray) -> np.ndarray:
-    """Return which tokens of its block each token sees: its ancestors and itself.
+    """Return which tokens of its block each token sees, itself included, [rows, width, width] bool.
 
-    Args:
-        parents: Index of each token's parent in its block, -1 for none, [rows, width].
-
-    Returns:
-        [rows, width, width] bool.
+    `parents`, [rows, width], are indices in the block, -1 for none.
     """
     width = parents.shape[1]
     row, own = np.arange(len(parents))[:, None], np.arange(width)

@@ -89,9 +89,8 @@ class BlockLayout:
     def block(self, fields: np.ndarray, ahead: np.ndarray) -> Inputs:
         """Place a block behind what each row has in the cache.
 
-        Args:
-            fields: Tokens, parents and depths as of `DraftTree.padded`, [3, rows, width].
-            ahead: Tokens of each row that were fed since the prompt, [rows].
+        `fields` are tokens, parents and depths as of `DraftTree.padded`, [3, rows, width]; `ahead`,
+        [rows], counts the tokens of each row that were fed since the prompt.
         """
         tokens, parents, depths = fields
         width, slots = tokens.shape[1], self._cache.slots
@@ -213,13 +212,9 @@ class BlockLayout:
         rows: slice = slice(None),
         counts: np.ndarray | None = None,
     ) -> Held:
-        """Return what some rows hold in the layers of one kind.
+        """Return what some rows, with so many tokens each, hold in the layers of one kind.
 
-        Args:
-            kind: The kind.
-            is_limited: Whether a token may not see all of it.
-            rows: The rows.
-            counts: Tokens of each of these rows in a packed block.
+        `is_limited` says that a token may not see all of it.
         """
         group = self._cache.slots.groups[kind.name]
         lengths = group.lengths[rows]

@@ -68,16 +68,10 @@ class Run:
         return queries.index_select(0, scatter).view(1, -1, heads, dim)
 
     def _order(self, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return indices that pad and transpose the queries in one operation, and undo it.
+        """Return indices, made once per block, that pad and transpose the queries in one operation.
 
-        They are made once per block.
-
-        Args:
-            heads: Vectors of a token.
-
-        Returns:
-            Indices into [tokens of the block, heads] of the vectors [rows, heads, width], and
-            indices into the latter of the vectors [tokens of the run, heads].
+        The first are those of the vectors [rows, heads, width] in [tokens of the block, heads]; the
+        second undo it: those of the vectors [tokens of the run, heads] in the former.
         """
         assert self.padded is not None
         if heads not in self._orders:
@@ -160,10 +154,8 @@ class PackedBlock:
 def runs_of(counts: np.ndarray, lengths: np.ndarray, may_pad: np.ndarray) -> list[Run]:
     """Join adjacent rows that attend faster in one call than each in its own.
 
-    Args:
-        counts: Tokens of each row in the block, [rows].
-        lengths: Tokens of each row before them, [rows].
-        may_pad: Rows that may attend with padding, [rows] bool.
+    Given are the tokens of each row in the block and before it, and the rows that may attend with
+    padding, [rows] each.
     """
     # Lists: numpy takes several times as long for so few numbers.
     numbers, totals = counts.tolist(), (counts + lengths).tolist()

@@ -62,9 +62,7 @@ def window(layer: Any) -> int | None:
 def capacity(cache: Cache, sliding: int | None) -> int | None:
     """Return the number of columns that a cache has room for, None for any number.
 
-    Args:
-        cache: A cache of served layers.
-        sliding: The model's window; a static sliding layer with less room than that fills up.
+    A static sliding layer with less room than the model's window, `sliding`, fills up.
     """
     ends = [
         layer.max_cache_len

@@ -38,10 +38,9 @@ class Constraint:
     def settle(self, ids: torch.Tensor, scores: torch.Tensor, texts: Sequence[list[int]]) -> None:
         """Leave the caller's processor as plain generation leaves it, if its class is known.
 
-        Args:
-            ids: The prompts as plain generation holds them, [rows, columns].
-            scores: Any scores, [rows, vocab] float32, which are overwritten.
-            texts: The tokens of each row that the processor would have been shown.
+        `ids` are the prompts as plain generation holds them, [rows, columns]; `scores`, [rows,
+        vocab] float32, are overwritten; `texts` are the tokens of each row that the processor would
+        have seen.
         """
         if self.advance is None:
             return

@@ -164,11 +164,7 @@ def folder_of(root: Path | None, source: Path | None = None) -> Path:
 
 @cache
 def writable() -> Path | None:
-    """Return the first folder in which this process can write.
-
-    Raises:
-        OSError: It can write in none of them.
-    """
+    """Return the first folder in which this process can write; OSError if there is none."""
     errors = []
     with suppress(OSError):
         _temporary().mkdir(mode=0o700)

@@ -201,11 +201,7 @@ class SpeculativeBatchingManager:
                 self._changed.notify_all()
 
     def add_request(
-        self,
-        input_ids: list[int],
-        request_id: str | None = None,
-        *args: Any,
-        **own: Any,
+        self, input_ids: list[int], request_id: str | None = None, *args: Any, **own: Any
     ) -> str | None:
         """Add a request, as with transformers' manager; `request_state` has all arguments.
 

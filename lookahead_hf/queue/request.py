@@ -193,11 +193,7 @@ class RequestBuilder:
     returns_log_probs: bool = False
 
     def num_top(self, job: QueuedRequest) -> int | None:
-        """Take a request's wish for log probabilities out of its settings.
-
-        Raises:
-            ValueError: `top_logprobs` has a value that is not allowed.
-        """
+        """Take the wish for log probabilities out of a request; ValueError if it is wrong."""
         own = job.state.logit_processor_kwargs
         num_top = own.pop("top_logprobs", 0)
         check_int("top_logprobs", num_top, 0, MOST_TOP)
@@ -207,9 +203,8 @@ class RequestBuilder:
     def settings(self, job: QueuedRequest) -> dict[str, Any]:
         """Return the arguments of the call of `generate` that writes the text of a job.
 
-        Raises:
-            ValueError: The prompt is not a list of token ids, or a setting is unknown or the same
-                for the whole run.
+        ValueError if the prompt is no list of token ids, or a setting is unknown or the same for
+        the whole run.
         """
         state, config = job.state, copy.deepcopy(self.generation_config)
         prompt = state.initial_tokens
@@ -253,9 +248,7 @@ class RequestBuilder:
     def call(self, job: QueuedRequest) -> PreparedCall:
         """Return the call of `generate` that writes the text of a job, prepared by transformers.
 
-        Raises:
-            Unserved: The call cannot be decoded together with others.
-            Exception: Whatever `generate` raises about its arguments.
+        Unserved if it cannot be decoded together with others; and whatever `generate` raises.
         """
         call = self._prepared(job)
         limit, last = compat.most_positions(self.model), call.generation_config.max_length - 1
@@ -289,8 +282,7 @@ class RequestBuilder:
     def rules(self, call: PreparedCall, seed: int, keeps_scores: bool = False) -> Rules:
         """Return how the text of a call gets its tokens; its log probabilities need the scores.
 
-        Raises:
-            Unserved: Its samples would depend on drafts, and so on the texts decoded beside it.
+        Unserved if its samples would depend on drafts, and so on the texts decoded beside it.
         """
         if self.request.draws(call.do_sample):
             detail = f"verification={self.request.config.verification!r} of samples"
@@ -302,9 +294,8 @@ class RequestBuilder:
     def check(self) -> None:
         """Check the model and the settings of the run.
 
-        Raises:
-            Unserved: They cannot be served.
-            ValueError: A drafter cannot be used in continuous batching.
+        Unserved if they cannot be served, ValueError if a drafter cannot be used in continuous
+        batching.
         """
         model = self.model
         self._check_drafters()
@@ -363,14 +354,7 @@ class RequestBuilder:
 def write_alone(
     model: Any, settings: dict[str, Any], seed: int, on_token: Callable[[], bool]
 ) -> list[int]:
-    """Return the new tokens of a request.
-
-    Args:
-        model: The model.
-        settings: The arguments that `RequestBuilder.settings` returns.
-        seed: The seed of the request.
-        on_token: Called after every token; returns whether to stop.
-    """
+    """Return the new tokens of a request; `on_token`, called after each, says whether to stop."""
 
     def given_up(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         return torch.full((len(input_ids),), on_token(), device=input_ids.device)

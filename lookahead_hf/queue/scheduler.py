@@ -200,11 +200,9 @@ class Prompts:
         self._runner.forget_nan(row)
 
     def reads_in_chunks(self, prompt_ids: np.ndarray, beside: bool) -> bool:
-        """Return whether a prompt is to be read in chunks: at once, it would delay other rows.
+        """Return whether to read a prompt, [tokens], in chunks: else it would delay rows `beside`.
 
-        Args:
-            prompt_ids: The prompt, [tokens] int64. One that the model cannot embed fails at once.
-            beside: Whether other rows decode.
+        One that the model cannot embed fails at once.
         """
         runner, most = self._runner, self._most or np.inf
         if not runner.is_flat or runner.beginning is None:

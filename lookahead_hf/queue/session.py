@@ -312,11 +312,7 @@ def decode(engine: Engine) -> None:
 
 
 def new_session(engine: Engine) -> QueueSession:
-    """Return a session with free rows only.
-
-    Raises:
-        ValueError: An option or a pool is wrong.
-    """
+    """Return a session with free rows only; ValueError if an option or a pool is wrong."""
     builder, num_rows = engine.builder, engine.max_slots
     model, request = builder.model, builder.request
     do_sample = bool(builder.generation_config.do_sample)

@@ -268,18 +268,13 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def kernel_is_faster(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Return whether the kernel attends faster than torch.
+    """Return whether the kernel attends faster than torch, for [rows, heads, width or slots, dim].
 
     Torch's attention under a mask reads all keys of 64 query rows in one program. If that leaves
     processors of the GPU idle, the kernel is faster, because it splits the keys. With many slots it
     is, too, because it reads only what each row holds. Shapes alone decide, so that a text has the
     same bits whatever else the machine does. If LOOKAHEAD_HF_BACKEND asks for Triton, the kernel
     always serves.
-
-    Args:
-        query: [rows, heads, width, dim].
-        key: [rows, kv_heads, slots, dim].
-        value: [rows, kv_heads, slots, v_dim].
     """
     if max(query.shape[3], value.shape[3]) > kernels.MAX_HEAD_DIM or query.dtype not in _DTYPES:
         return False

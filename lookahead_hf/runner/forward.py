@@ -24,12 +24,8 @@ def shared_change(
 ) -> Iterator[None]:
     """Make a change while at least one call is inside, and undo it when the last one leaves.
 
-    An interrupt at any line leaves things as they were found.
-
-    Args:
-        users: The calls inside, kept where all calls on the shared object find it.
-        make: Applies the change.
-        undo: Reverts it. Both must be idempotent.
+    An interrupt at any line leaves things as they were found. `users`, the calls inside, are kept
+    where all calls on the shared object find them. `make` and `undo` must be idempotent.
     """
     user = object()
 

@@ -56,12 +56,8 @@ class Runner:
     ) -> None:
         """Prepare for one call.
 
-        Args:
-            model: The target.
-            num_rows: Rows of the batch.
-            shape: The shape of every block, None to fit each draft.
-            steps: How an engine computes the layers, None for their own code.
-            flat: Whether blocks are flat.
+        `shape` is that of every block, None to fit each draft; `steps` how an engine computes the
+        layers, None for their own code.
         """
         self.model = model
         self.num_rows = num_rows
@@ -192,13 +188,8 @@ class Runner:
         one with the accepted path if the row emits a token. If it emits none because its prompt
         goes on, `keep` does, or the next block feeds the token again.
 
-        Args:
-            fed: As in `BlockLayout.flat`.
-            draft: The draft behind these tokens.
-            is_prompt: Whether they are prompts only, which run by the model's own code.
-
-        Returns:
-            Its outputs; the logits are [rows, 1 + most nodes, vocab].
+        `fed` is as in `BlockLayout.flat`; prompts alone (`is_prompt`) run by the model's own code.
+        The logits are [rows, 1 + most nodes, vocab].
         """
         step = self.forward(self._layout.flat(fed, draft), is_prompt)
         num_fed = np.array([len(tokens) for tokens in fed])
@@ -298,9 +289,7 @@ class Runner:
     def feed(self, tokens: list[list[int]], ahead: np.ndarray) -> StepOutputs:
         """Run more tokens of every row in one forward; `keep` then keeps them in the cache.
 
-        Args:
-            tokens: Tokens per row, the last token of the row first; rows may have none.
-            ahead: Tokens of each row that were fed since the prompt, [rows].
+        Each row has its last token first, or none; `ahead`, [rows], were fed since the prompt.
         """
         fields = DraftTree.from_chains([[fed[1:]] for fed in tokens]).padded(max(map(len, tokens)))
         for row, fed in enumerate(tokens):

@@ -27,13 +27,7 @@ from lookahead_hf.model import compat
 from lookahead_hf.model.state import state_of
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.outputs import pinned
-from lookahead_hf.sources.growth import (
-    NUM_BUCKETS,
-    Growth,
-    Likeliest,
-    prior_rates,
-    tree_of,
-)
+from lookahead_hf.sources.growth import NUM_BUCKETS, Growth, Likeliest, prior_rates, tree_of
 
 MOST_TOKENS = 64
 """Upper limit of options that count tokens."""

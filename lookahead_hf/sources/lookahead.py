@@ -101,9 +101,7 @@ class LookaheadDrafter(Drafter):
 
     name: ClassVar[str] = "lookahead"
     traits = Traits(
-        len(PRIOR) * DEPTH_CLASSES,
-        np.repeat(PRIOR, DEPTH_CLASSES),
-        needs={"best_tokens": (1, 1)},
+        len(PRIOR) * DEPTH_CLASSES, np.repeat(PRIOR, DEPTH_CLASSES), needs={"best_tokens": (1, 1)}
     )
 
     def __init__(self, *, window: int = 7, ngram_size: int = 5, num_ngrams: int = 7) -> None:

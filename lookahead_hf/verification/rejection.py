@@ -107,15 +107,10 @@ def choose(
     drafted: np.ndarray,  # [siblings] integers
     drawn_from: torch.Tensor,  # [siblings, vocab]
 ) -> tuple[int | None, int]:
-    """Choose the next token, one of those drafted if possible.
+    """Choose the next token, if possible one of those drafted, which are in drawn order.
 
-    Args:
-        probs: The target's distribution.
-        drafted: Draft tokens in the order in which they were drawn.
-        drawn_from: Distribution that each was drawn from, given the tokens before it.
-
-    Returns:
-        Which of the drafted tokens was accepted, None if none was, and the token.
+    Each was drawn from a distribution given the tokens before it. Returns which of them was
+    accepted, None if none was, and the token.
     """
     siblings = len(drafted)
     refuse_unless(bool(_is_distribution(probs)))

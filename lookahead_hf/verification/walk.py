@@ -232,11 +232,8 @@ class Walk(Verifier):
     ) -> None:
         """Walk a batch by its `rules`, or (None) a queue, whose texts bring their own.
 
-        Args:
-            rules: The rules of a batch.
-            processes: Who decides if several processes run the model.
-            decide: How rows decide, where no device has decided.
-            name: The engine's name in statistics.
+        `processes` decide if several run the model; `decide` where no device has decided. `name` is
+        the engine's in statistics.
         """
         super().__init__(processes)
         self._of_batch, self._of_texts = rules, dict[int, Rules]()
@@ -345,13 +342,10 @@ def along(
     drafted: np.ndarray,  # [nodes] integers
     is_distribution: np.ndarray | None,  # [width]
 ) -> Decide:
-    """Return a function that follows the path of a row that was walked on the device.
+    """Return a function that follows the path of a row, `TreeWalk.packed`, walked on the device.
 
-    Args:
-        walked: The row's `TreeWalk.packed`.
-        drafted: Token of each node.
-        is_distribution: Whether the probabilities after the last token and after each node are
-            finite; None if the tokens were not chosen by probabilities.
+    `is_distribution`: whether the probabilities after the last token and after each node are
+    finite; None if the tokens were not chosen by probabilities.
     """
     accepted, bonus = int(walked[0]), int(walked[1])
     after = dict(pairwise((walked[2 : 3 + accepted] - 1).tolist()))

@@ -98,11 +98,7 @@ _DROPOUTS = ("attention_dropout", "residual_dropout", "p")
 
 
 def describe_linear(module: nn.Linear) -> Program:
-    """Describe a lone linear layer.
-
-    Raises:
-        Unknown: There are no kernels for it.
-    """
+    """Describe a lone linear layer; Unknown if there are no kernels for it."""
     check_linear(module)
     program = _program_for([module], None)
     program.linear(module, "stream", "out")
@@ -111,11 +107,7 @@ def describe_linear(module: nn.Linear) -> Program:
 
 
 def describe_layer(layer: Any) -> Program:
-    """Describe a decoder layer.
-
-    Raises:
-        Unknown: There are no kernels for what it does.
-    """
+    """Describe a decoder layer; Unknown if there are no kernels for what it does."""
     kind = type(layer)
     family = family_of(kind, PARTS[:1])
     if family is None:

@@ -80,13 +80,10 @@ class Program:
         return piece, max(op.get(fields.SIZE, 0) for op in self.ops)
 
     def add(self, kind: int, addresses: dict[int, Any], **given: int) -> None:
-        """Add an operation.
+        """Add an operation with further fields, by their names in lower case.
 
-        Args:
-            kind: Its kind.
-            addresses: By field, the name of a buffer or an argument; a parameter as its owner,
-                name and first row; or None.
-            given: Other fields, by their names in lower case.
+        An address is, by its field, the name of a buffer or an argument; a parameter as its owner,
+        name and first row; or None.
         """
         at = len(self.ops)
         self.ops.append(

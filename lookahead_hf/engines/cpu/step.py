@@ -11,12 +11,7 @@ import torch
 from lookahead_hf.cache.slots import SlotCache, SlotLayer
 from lookahead_hf.call import execution
 from lookahead_hf.engines.cpu.kernels.fields import SIDE_BY_SIDE
-from lookahead_hf.engines.cpu.kernels.program import (
-    MOST_TOKENS,
-    Plan,
-    segment_of,
-    tile_floats,
-)
+from lookahead_hf.engines.cpu.kernels.program import MOST_TOKENS, Plan, segment_of, tile_floats
 from lookahead_hf.engines.cpu.workspace import Arguments, CompiledLayer, Workspace, plan_for
 from lookahead_hf.model import compat
 from lookahead_hf.runner import attention
@@ -81,8 +76,7 @@ class LayerStep:
     ) -> torch.Tensor | None:
         """Compute a layer, or note it for the last one to compute; None if it runs its own code.
 
-        Raises:
-            Broken: Layers were noted, and this one does not follow them.
+        Broken if layers were noted, and this one does not follow them.
         """
         if self._is_trial:
             return None
@@ -116,11 +110,7 @@ class LayerStep:
         return self._stream
 
     def finish(self) -> None:
-        """End the forward.
-
-        Raises:
-            Broken: The forward went on without the last layer.
-        """
+        """End the forward; Broken if it went on without the last layer."""
         if self._pending:
             raise Broken
 

@@ -104,12 +104,8 @@ class GraphSet:
     def try_masks(self, run: Callable[[int, int], bool], lengths: np.ndarray) -> None:
         """Find out by a step of one token per row whether a layer reads its mask, as `run` says.
 
-        Args:
-            run: Runs a step of a width, given the visible slots.
-            lengths: Tokens of each row in the cache, [rows].
-
-        Raises:
-            Uncapturable: The step fails.
+        `run` runs a step of a width, given the visible slots; `lengths` are the tokens of each row
+        in the cache, [rows]. Uncapturable if the step fails.
         """
         self.state.rehearse(1, lengths)
         try:
@@ -131,11 +127,7 @@ class GraphSet:
         group.move_to(self.stores[index], room, self.tables[index])
 
     def capture(self, step: Step, run: Callable[[], Captured], lengths: np.ndarray) -> Recording:
-        """Record a step, for rows of these lengths, in the memory pool of all graphs.
-
-        Raises:
-            Uncapturable: The step cannot be captured.
-        """
+        """Record a step for rows of these lengths in the pool of all graphs, or Uncapturable."""
         with _capturing:
             try:
                 self._capture(step, run, lengths)
@@ -180,11 +172,7 @@ def new_set(
     capacity: int,
     recorder: CudaRecorder,
 ) -> GraphSet:
-    """Return a set without graphs for calls like this one.
-
-    Raises:
-        Uncapturable: There is not enough memory.
-    """
+    """Return a set without graphs for calls like this one; Uncapturable without enough memory."""
     groups = cache.slots.each_group()
     rooms = [slots_for(group, capacity) for group in groups]
     try:
@@ -239,19 +227,11 @@ class ModelGraphs:
         slots: int,
         create: bool,
     ) -> GraphSet:
-        """Move a call into the set of its kind, a new one where none fits.
+        """Move a call into the set of its kind; Uncapturable if there is none for it.
 
-        The caller passes the set to `leave` when the call ends.
-
-        Args:
-            kind: What graphs of the call depend on, beside the shapes of its tensors.
-            cache: The call's cache; its layers move to the set's K and V.
-            next_position: As of `PromptState`.
-            slots: Most slots that the call may need.
-            create: Whether to make a missing set.
-
-        Raises:
-            Uncapturable: There is no set for this call.
+        The caller passes the set to `leave` when the call ends. `kind` is what graphs of the call
+        depend on, beside the shapes of its tensors; `slots` the most that it may need. With
+        `create` a missing set is made.
         """
         key = (*kind, *_sizes(cache, next_position))
         recorder = recorder_for(next_position.device)

@@ -126,11 +126,8 @@ class CudaRunner(Runner):
     ) -> None:
         """Prepare for one call, as `Runner` does.
 
-        Args:
-            model: As in `Runner`, and so are `num_rows` and `shape`.
-            decision: Who chooses the tokens; by default the device chooses the likeliest ones.
-            room: Most slots that the call may need behind the longest prompt.
-            cuda_graphs: As in `SpeculativeConfig`.
+        `decision` chooses the tokens; by default the device takes the likeliest ones. `room` is the
+        most slots that the call may need behind the longest prompt.
         """
         super().__init__(model, num_rows, shape)
         self.decision: Decision = OnDevice() if decision is None else decision

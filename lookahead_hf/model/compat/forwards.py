@@ -99,8 +99,7 @@ def given_cache(arguments: Mapping[str, Any]) -> Any:
 def returned_cache(outputs: Any, given: Any = None) -> Any:
     """Return the cache that a forward returned, under any name if it was `given` one.
 
-    Raises:
-        Unserved: It was given none, and returned none under a name that is known here.
+    Unserved if it was given none, and returned none under a name that is known here.
     """
     for name in CACHE_NAMES:
         if name in outputs.keys():  # noqa: SIM118  # `in outputs` also takes names that it renames

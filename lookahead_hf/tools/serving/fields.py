@@ -184,14 +184,9 @@ current: ContextVar[ServedRequest | None] = ContextVar("lookahead_hf_request", d
 
 
 def allowed(asked: Any, config: SpeculativeConfig) -> SpeculativeConfig | bool | None:
-    """Return how a request may speculate.
+    """Return how a request may speculate; ValueError if what it asks is not allowed.
 
-    Args:
-        asked: The value that the request gives.
-        config: The server's own configuration, whose pool a request may read.
-
-    Raises:
-        ValueError: The value is not allowed.
+    It may read the pool of the server's own configuration.
     """
     if asked is None or asked is False:
         return asked

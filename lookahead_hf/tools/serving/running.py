@@ -55,16 +55,8 @@ def add_to_call(
 ) -> dict[str, list[Any]]:
     """Return the processors and criteria of a request by the names of `generate`'s arguments.
 
-    Args:
-        request: The request.
-        config: The settings of its text; a default length is lowered to the room there is.
-        num_prompt: Tokens of its prompt.
-        model: The model.
-        tokenizer: Its tokenizer, or the processor that has it.
-        limits: What is granted to a request.
-
-    Raises:
-        ValueError: There is no room for its text.
+    A default length in `config`, the settings of its text, is lowered to the room that there is
+    behind the tokens of its prompt; ValueError if there is none.
     """
     _fit(request, config, num_prompt, model, limits)
     num_prompt = 1 if model.config.is_encoder_decoder else num_prompt
@@ -99,13 +91,9 @@ def _fit(request: ServedRequest, config: Any, num_prompt: int, model: Any, limit
 
 
 class Running:
-    """Runs the requests for a server's model.
+    """Runs the requests for a server's model, together or one by one.
 
-    Args:
-        state: The server's `GenerationState`, which gets other methods.
-        config: How to speculate by default.
-        limits: What is granted to a request.
-        together: Whether requests are decoded together.
+    It gives the server's `GenerationState` other methods.
 
     Attributes:
         tokenizer: The model's tokenizer, or the processor that has it.
@@ -244,13 +232,7 @@ class Together(CBGenerateManager):
 
 
 class Adding:
-    """The queue as transformers' server sees it for the current request.
-
-    Args:
-        running: Has the queue.
-        model: The model.
-        config: The settings of the request's text.
-    """
+    """The queue as transformers' server sees it for the current request, with its settings."""
 
     def __init__(self, running: Running, model: Any, config: Any) -> None:
         assert running.queue is not None
@@ -333,12 +315,7 @@ class Cancelled(Exception):
 class ServedGenerate:
     """Replaces `generate` of a served model, and applies the fields of the current request.
 
-    Args:
-        model: The model, which gets enabled.
-        tokenizer: Its tokenizer, or the processor that has it.
-        config: How to speculate by default.
-        count: Counts the statistics of a call.
-        limits: What is granted to a request.
+    The model gets enabled. `count` is called with the statistics of each call.
     """
 
     def __init__(

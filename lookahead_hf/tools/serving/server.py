@@ -247,13 +247,8 @@ _logger = logging.getLogger(__name__)
 class Entrance:
     """An ASGI middleware that admits requests, and ends those for which nobody waits any more.
 
-    Args:
-        app: The application that answers.
-        config: How to speculate by default.
-        only_model: The name of the server's model.
-        limits: What is granted to a request.
-        key: What clients have to show, None if they need nothing.
-        live: Holds the requests that are not answered yet.
+    Clients have to show the `key`, unless it is None; `live` holds the requests that are not
+    answered yet.
     """
 
     def __init__(

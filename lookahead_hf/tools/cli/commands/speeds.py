@@ -12,13 +12,7 @@ import click
 
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.tools.cli.commands.env import machine
-from lookahead_hf.tools.cli.commands.texts import (
-    PROMPTS,
-    Messages,
-    Stage,
-    open_model,
-    open_stage,
-)
+from lookahead_hf.tools.cli.commands.texts import PROMPTS, Messages, Stage, open_model, open_stage
 from lookahead_hf.tools.cli.measuring import (
     OURS,
     PLAIN,
