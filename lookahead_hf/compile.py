@@ -17,8 +17,7 @@ from lookahead_hf.call import optional
 from lookahead_hf.ngram_pool import compilation
 from lookahead_hf.utils import locked
 
-NICENESS = 10
-"""Against the threads of a model, which wait for each other."""
+NICENESS = 10  # Against the threads of a model, which wait for each other
 
 
 def main(names: Sequence[str]) -> None:

@@ -54,14 +54,8 @@ def test_every_library_writes_plains_text(model: Any, library: str, rows: int) -
         ("xgrammar strict", {"repetition_penalty": 1.3}),
         ("llguidance default", {"stop_strings": ['"level'], "tokenizer": grammars.tokenizer()}),
         ("xgrammar strict", {"num_beams": 1, "min_new_tokens": 8, "max_new_tokens": 20}),
-        (
-            "llguidance default",
-            {"speculative": SpeculativeConfig(budget=8, draft_invariant=True)},
-        ),
-        (
-            "xgrammar strict",
-            {"speculative": SpeculativeConfig(drafters=("recycling",), budget=3)},
-        ),
+        ("llguidance default", {"speculative": SpeculativeConfig(budget=8, draft_invariant=True)}),
+        ("xgrammar strict", {"speculative": SpeculativeConfig(drafters=("recycling",), budget=3)}),
     ],
     ids=["penalty", "stop", "short", "invariant", "small"],
 )

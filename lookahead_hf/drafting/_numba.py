@@ -51,8 +51,7 @@ def pop(heap, top, size, reach):
 PARENT, DEPTH, FIRST_ENTRY, LAST_ENTRY, FIRST_CHILD, NEXT_SIBLING, PLACE = range(7)
 ENTRY_SOURCE, ENTRY_BUCKET, NEXT_ENTRY = range(3)
 
-FIRST = 2.0
-"""What lifts a node above all that are reached with a probability."""
+FIRST = 2.0  # What lifts a node above all that are reached with a probability
 
 
 @jit

@@ -69,11 +69,8 @@ INVARIANT_WIDTH = 16
 """Tokens per row of every block with `draft_invariant`, whatever the drafters and the budget. Of a
 longer chain, seldom more than 15 tokens are accepted."""
 
-NUM_RESTS = 8
-"""Steps without a draft after a draft whose K or V were not finite."""
-
-CHAIN_OF = 64
-"""Nodes of the tree from which a chain is taken."""
+NUM_RESTS = 8  # Steps without a draft after a draft whose K or V were not finite
+CHAIN_OF = 64  # Nodes of the tree from which a chain is taken
 
 
 @dataclass(frozen=True)

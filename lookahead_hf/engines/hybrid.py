@@ -37,8 +37,7 @@ def _in_steps(module: Any) -> Callable[..., Any]:
     return forward
 
 
-MOST_PENDING = 16
-"""Kept tokens of a row that make its state advance over them."""
+MOST_PENDING = 16  # Kept tokens of a row that make its state advance over them
 
 
 class Mixer:

@@ -11,8 +11,7 @@ import torch
 MAX_ATTENTION_NODES = 64
 """Nodes of a row in `tree_attention`, node 0 included: one bit each in the ancestor words."""
 
-MAX_HEAD_DIM = 256
-"""Largest head of `tree_attention`."""
+MAX_HEAD_DIM = 256  # Largest head of `tree_attention`
 
 
 class PathTable:

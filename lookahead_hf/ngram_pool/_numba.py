@@ -298,8 +298,7 @@ def _rank(ranked, order, scores, first, num_ranked, candidate, score):
 TEXT, LINKS, HEADS, TEXT_ROOM, NUM_HEADS, LENGTH, NUM_ENTRIES = range(7)
 NUM_COLUMNS = 7
 
-FILL = 0.75
-"""How full a hash table may be."""
+FILL = 0.75  # How full a hash table may be
 
 
 @intrinsic

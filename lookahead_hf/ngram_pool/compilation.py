@@ -19,8 +19,7 @@ from lookahead_hf.utils import warn_caller
 PIECE_SECONDS = 0.05
 """Time after which a step loads no more functions; one function takes up to 0.1 seconds."""
 
-POLL_SECONDS = 0.05
-"""Time between two looks at whether the other process has compiled something."""
+POLL_SECONDS = 0.05  # Time between two looks at whether the other process has compiled something
 
 AWAITED = "--awaited"
 """Tells the process that compiles that somebody waits for it, so that it need not yield."""
@@ -246,11 +245,8 @@ def _jit() -> ModuleType:
     return jit
 
 
-drafting = Functions("drafting")
-"""The functions of drafting."""
-
-common = Functions("common")
-"""The kernels for a CPU that serve all dtypes."""
+drafting = Functions("drafting")  # The functions of drafting
+common = Functions("common")  # The kernels for a CPU that serve all dtypes
 
 kernels = {
     name: Functions(name)
@@ -259,8 +255,7 @@ kernels = {
 """The kernels for a CPU that compute layers, by the name of the dtype, and of what multiplies tiles
 where products are not made by vectors."""
 
-GROUPS = {each.name: each for each in (common, *kernels.values(), drafting)}
-"""All groups by name."""
+GROUPS = {each.name: each for each in (common, *kernels.values(), drafting)}  # All groups by name
 
 if hasattr(os, "register_at_fork"):
     for _each in GROUPS.values():

@@ -37,8 +37,7 @@ from lookahead_hf.utils import cache_root
 
 logger = logging.getLogger(__name__)
 
-may_compile = False
-"""Whether this process compiles functions that are not on disk."""
+may_compile = False  # Whether this process compiles functions that are not on disk
 
 _HERE = Path(__file__).resolve()
 

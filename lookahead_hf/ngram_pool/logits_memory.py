@@ -13,11 +13,8 @@ import numpy as np
 
 from lookahead_hf.ngram_pool.jit import jit, jit_inner
 
-LANES = 1024
-"""Lanes of a row of logits: 48 elements each for a vocabulary of 49,152."""
-
-WAYS = 4
-"""Entries that share one place of the hash table; the oldest of them is replaced."""
+LANES = 1024  # Lanes of a row of logits: 48 elements each for a vocabulary of 49,152
+WAYS = 4  # Entries that share one place of the hash table; the oldest of them is replaced
 
 
 @jit

@@ -36,8 +36,7 @@ mixed prompts took 0.79 of the time of 4 slots, and 0.93 of that of 8 (SmolLM2-1
 LEAST_ROOM = 1 << 30
 """Most bytes of K and V in the default slots; larger weights allow as many bytes as they have."""
 
-MOST_SLOTS = 4096
-"""The upper limit of `max_slots`."""
+MOST_SLOTS = 4096  # The upper limit of `max_slots`
 
 
 @dataclass(frozen=True)

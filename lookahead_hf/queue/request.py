@@ -73,8 +73,7 @@ class KeptScores(RequestedOutputs):
         return latest
 
 
-_STEP = 0x9E3779B1
-"""Odd, so that the seeds of 2^32 texts differ: a CPU's generator reads 32 bits."""
+_STEP = 0x9E3779B1  # Odd, so that the seeds of 2^32 texts differ: a CPU's generator reads 32 bits
 
 OBJECTS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 """Arguments of `generate` that a request may bring beside settings."""
@@ -90,8 +89,7 @@ def request_seed(seed: int, index: int) -> int:
     return (int.from_bytes(digest, "little") + index * _STEP) % 2**32
 
 
-MOST_TOP = 1024
-"""The upper limit of `top_logprobs`."""
+MOST_TOP = 1024  # The upper limit of `top_logprobs`
 
 
 def request_state(

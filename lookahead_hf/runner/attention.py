@@ -21,8 +21,7 @@ SERVED = ("eager", "sdpa")
 """Implementations that accept an additive mask. Flash attention does not, so draft steps use one of
 these or our kernel instead."""
 
-_PREFIX = "lookahead:"
-"""Begins the names of our attention; the model's own follows."""
+_PREFIX = "lookahead:"  # Begins the names of our attention; the model's own follows
 
 
 class _Name(str):
@@ -254,15 +253,13 @@ def fold(
     return out.reshape(rows, heads, width, -1).transpose(1, 2)
 
 
-_LEAST_SLOTS = 512
-"""Below this many slots, splitting the keys over programs does not pay."""
+_LEAST_SLOTS = 512  # Below this many slots, splitting the keys over programs does not pay
 
 _MANY_SLOTS = 1024
 """From this many slots on the kernel serves any number of rows: it reads what each row holds, while
 torch reads all slots of every row, and the mask."""
 
-_ROWS_PER_PROGRAM = 64
-"""Query rows of one program of torch's memory-efficient attention."""
+_ROWS_PER_PROGRAM = 64  # Query rows of one program of torch's memory-efficient attention
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -95,8 +95,7 @@ _NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float3
 """Types of tensors that can be brought to the host."""
 
 
-_NUM_SAMPLED = 8
-"""Sampled logits of a token; one NaN in its hidden states makes all of them NaN."""
+_NUM_SAMPLED = 8  # Sampled logits of a token; one NaN in its hidden states makes all of them NaN
 
 
 def has_nan(logits: torch.Tensor) -> torch.Tensor:

@@ -21,11 +21,8 @@ import torch
 
 from lookahead_hf.runner.outputs import pinned
 
-_LOCK = threading.Lock()
-"""Held while a default generator is read and moved."""
-
-_CHECKPOINT = 8
-"""Number of draws between generator states that are kept; a CPU state takes 5 KB."""
+_LOCK = threading.Lock()  # Held while a default generator is read and moved
+_CHECKPOINT = 8  # Number of draws between generator states that are kept; a CPU state takes 5 KB
 
 
 def default_generator(device: torch.device | str) -> torch.Generator:
@@ -121,8 +118,7 @@ def _far_from(state: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.Generator(device).manual_seed(int.from_bytes(digest, "little")).get_state()
 
 
-_taken = threading.RLock()
-"""Held while the default generators have a text's state."""
+_taken = threading.RLock()  # Held while the default generators have a text's state
 
 
 def _renew_lock() -> None:

@@ -19,8 +19,7 @@ from lookahead_hf.verification.noise import OwnGenerators, same_as_multinomial
 from lookahead_hf.verification.rejection import rejecting
 from lookahead_hf.verification.walk import Rules, Verifier, Walk, following, on_host
 
-DEVICE = "device"
-"""The engine whose walks read the paths that the device has accepted."""
+DEVICE = "device"  # The engine whose walks read the paths that the device has accepted
 
 
 def serves(device: torch.device) -> bool:

@@ -81,8 +81,7 @@ class Choice(NamedTuple):
     stops: bool | None = None
 
 
-Decide = Callable[[int], Choice]
-"""Chooses what follows a node of one row."""
+Decide = Callable[[int], Choice]  # Chooses what follows a node of one row
 
 
 def reads_wait(device: torch.device) -> bool:

@@ -19,13 +19,7 @@ from lookahead_hf.logits import constraints
 from lookahead_hf.logits.grammars import XGrammar
 from lookahead_hf.rows import Rows
 from lookahead_hf.sources import grammar as probe
-from lookahead_hf.sources.grammar import (
-    GrammarDrafter,
-    Growth,
-    Probe,
-    Vocabulary,
-    Whitespace,
-)
+from lookahead_hf.sources.grammar import GrammarDrafter, Growth, Probe, Vocabulary, Whitespace
 from tests.helpers import grammars
 from tests.helpers.grammars import END, LEVEL, NUMBER, SCHEMAS, schema, text
 

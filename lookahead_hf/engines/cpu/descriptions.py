@@ -65,8 +65,7 @@ ACTIVATIONS: dict[type, int] = {
 }
 """Activations by their classes."""
 
-STOCK = {nn.Linear, nn.LayerNorm, nn.Dropout, *ACTIVATIONS}
-"""Other classes that layers consist of."""
+STOCK = {nn.Linear, nn.LayerNorm, nn.Dropout, *ACTIVATIONS}  # Other classes that layers consist of
 
 FUNCTIONS = ("apply_rotary_pos_emb", "rotate_half", "eager_attention_forward", "repeat_kv")
 """Functions of a file that its layers call."""

@@ -19,8 +19,7 @@ from lookahead_hf.engines.cuda.step import MAX_WIDTH, StepState
 from lookahead_hf.kernels import PathTable
 from lookahead_hf.model.state import kept
 
-LEAST_VISIBLE = 512
-"""Slots that the attention of the first graphs sees, doubled as the texts grow."""
+LEAST_VISIBLE = 512  # Slots that the attention of the first graphs sees, doubled as the texts grow
 
 Step = tuple[int, int, bool]
 """The width of a step, the visible slots, and whether the step decides, too."""
@@ -201,14 +200,9 @@ WIDTHS = (64, 32, 16, 8, 1)
 MOST_TOKENS = 512
 """Most tokens of a captured step. Larger ones are bound by arithmetic, so that no draft pays."""
 
-WORTHWHILE = 64
-"""New tokens from which on "auto" captures graphs."""
-
-MOST_SETS = 2
-"""Kinds of calls whose graphs a model keeps, such as greedy and sampled."""
-
-MEMORY_SHARE = 0.5
-"""Share of the free memory that K and V of a model's graphs may take."""
+WORTHWHILE = 64  # New tokens from which on "auto" captures graphs
+MOST_SETS = 2  # Kinds of calls whose graphs a model keeps, such as greedy and sampled
+MEMORY_SHARE = 0.5  # Share of the free memory that K and V of a model's graphs may take
 
 
 class ModelGraphs:

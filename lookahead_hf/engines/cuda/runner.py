@@ -85,8 +85,7 @@ class OnDevice:
 Decision = OnHost | OnDevice
 
 
-ALIGNED = 16
-"""Divides the visible slots: torch copies any other mask once per layer."""
+ALIGNED = 16  # Divides the visible slots: torch copies any other mask once per layer
 
 
 def runner(options: StepOptions) -> Runner | None:

@@ -34,8 +34,7 @@ class Limits:
     )
 
 
-USUAL = Limits()
-"""The limits of a server that is told no others."""
+USUAL = Limits()  # The limits of a server that is told no others
 
 
 class Refused(Exception):

@@ -35,8 +35,7 @@ from lookahead_hf.tools.serving.fields import (
 from lookahead_hf.tools.serving.schemas import check_media, grammar_of
 from lookahead_hf.verification import noise
 
-STOP_SECONDS = 10.0
-"""The longest wait for the thread of a queue, which ends within a step."""
+STOP_SECONDS = 10.0  # The longest wait for the thread of a queue, which ends within a step
 
 _OF_SERVER = (
     *("max_new_tokens", "eos_token_id", "use_cache", "cache_implementation"),
@@ -44,8 +43,7 @@ _OF_SERVER = (
 )
 """Settings that a text in a queue does not have, or gets in another way."""
 
-_OWN_ERRORS = ("ValueError", "SpeculationFallbackError")
-"""Errors of a request's own settings."""
+_OWN_ERRORS = ("ValueError", "SpeculationFallbackError")  # Errors of a request's own settings
 
 _logger = logging.getLogger(__name__)
 

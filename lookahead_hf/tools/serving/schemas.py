@@ -177,17 +177,10 @@ def check_media(request: ServedRequest, given: Mapping[str, Any]) -> None:
         raise ValueError(f"{request.media}: this model reads text alone, so leave that part out")
 
 
-MOST_BYTES = 1 << 28
-"""The largest compiled grammar."""
-
-START_SECONDS = 60.0
-"""The longest start of the process, which imports xgrammar."""
-
-POLL_SECONDS = 0.05
-"""Time between two looks at whether the client has gone."""
-
-MOST_KEPT = 256
-"""How many tasks that were compiled in time are remembered."""
+MOST_BYTES = 1 << 28  # The largest compiled grammar
+START_SECONDS = 60.0  # The longest start of the process, which imports xgrammar
+POLL_SECONDS = 0.05  # Time between two looks at whether the client has gone
+MOST_KEPT = 256  # How many tasks that were compiled in time are remembered
 
 
 class Trials:
@@ -281,8 +274,7 @@ class Trials:
         return answers[0] if answers else f"that takes longer than {seconds:g} seconds"
 
 
-trials = Trials()
-"""The process of all servers of this process."""
+trials = Trials()  # The process of all servers of this process
 
 
 def compile_task(compiler: Any, task: Mapping[str, Any]) -> Any:

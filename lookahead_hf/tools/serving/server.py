@@ -232,11 +232,8 @@ def _add_route(app: Any, metrics: Metrics) -> None:
     app.add_api_route("/metrics", show, response_model=None, include_in_schema=False)
 
 
-PATHS = tuple(REFUSED)
-"""Where a request in JSON is answered with generated text."""
-
-OPEN = ("/health", "/metrics")
-"""What is answered without a key."""
+PATHS = tuple(REFUSED)  # Where a request in JSON is answered with generated text
+OPEN = ("/health", "/metrics")  # What is answered without a key
 
 _OF_REQUESTS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 """Errors that a request can cause before anything is generated: they are its own."""

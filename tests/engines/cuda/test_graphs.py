@@ -30,22 +30,15 @@ from tests.helpers.calls import GREEDY, padded
 from tests.helpers.device import TapeRecorder, storages, taped
 from tests.helpers.fakes import Recorder
 from tests.helpers.models import NAMES, prompt, tiny
-from tests.helpers.replayed import (
-    WIDTHS,
-    compare,
-    compare_calls,
-    sets_of,
-)
+from tests.helpers.replayed import WIDTHS, compare, compare_calls, sets_of
 from tests.helpers.trees import by_words
 from tests.helpers.users_parts import Unknown
 
-SAMPLE = ("llama", "gemma3", "mixtral")
-"""Architectures that are also tried where time is short."""
+SAMPLE = ("llama", "gemma3", "mixtral")  # Architectures that are also tried where time is short
 
 
 @pytest.mark.parametrize(
-    "name",
-    [n if n in SAMPLE else pytest.param(n, marks=pytest.mark.slow) for n in NAMES],
+    "name", [n if n in SAMPLE else pytest.param(n, marks=pytest.mark.slow) for n in NAMES]
 )
 def test_replayed_steps_write_plains_text(name: str, made: list[TapeRecorder]) -> None:
     stats = compare(tiny(name), padded("holes"))

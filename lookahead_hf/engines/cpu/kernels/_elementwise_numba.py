@@ -131,8 +131,7 @@ def rotate(source, target, cos, sin, dim, rotated, is_wide, kind, room):
         out[i] = x[i]
 
 
-AT_A_TIME = 1024
-"""Scores that stay in a core's first cache while they are compared."""
+AT_A_TIME = 1024  # Scores that stay in a core's first cache while they are compared
 
 
 @jit_numbers

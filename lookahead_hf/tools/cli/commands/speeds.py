@@ -44,14 +44,9 @@ SETTINGS: Mapping[str, dict[str, Any]] = {
 }
 """The settings that `analyze` compares, as fields of a `SpeculativeConfig`."""
 
-CLEARLY = 1.05
-"""How many times faster another setting must be to be preferred to the default."""
-
-WORTH = 1.1
-"""The speed-up from which on speculation is worth switching on."""
-
-Prompts = dict[str, list[str | Messages]]
-"""Questions and conversations by the name of their group."""
+CLEARLY = 1.05  # How many times faster another setting must be to be preferred to the default
+WORTH = 1.1  # The speed-up from which on speculation is worth switching on
+Prompts = dict[str, list[str | Messages]]  # Questions and conversations by the name of their group
 
 _PER_GROUP = click.option(
     "--sample", type=POSITIVE, default=8, show_default=True, help="prompts per group"

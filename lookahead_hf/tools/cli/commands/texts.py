@@ -76,8 +76,7 @@ class LiveText:
             self._num_shown = len(self._tokens)
 
 
-Messages = Sequence[dict[str, str]]
-"""A conversation, each message with its role and its content."""
+Messages = Sequence[dict[str, str]]  # A conversation, each message with its role and its content
 
 
 @dataclass(frozen=True)
