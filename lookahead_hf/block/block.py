@@ -291,10 +291,7 @@ class Block:
 
 
 def ancestors(parents: np.ndarray) -> np.ndarray:
-    """Return which tokens of its block each token sees, itself included, [rows, width, width] bool.
-
-    `parents`, [rows, width], are indices in the block, -1 for none.
-    """
+    """Return what each token of a block sees, [rows, width, width], from parents, [rows, width]."""
     width = parents.shape[1]
     row, own = np.arange(len(parents))[:, None], np.arange(width)
     if (parents == own - 1).all():

@@ -212,10 +212,7 @@ class BlockLayout:
         rows: slice = slice(None),
         counts: np.ndarray | None = None,
     ) -> Held:
-        """Return what some rows, with so many tokens each, hold in the layers of one kind.
-
-        `is_limited` says that a token may not see all of it.
-        """
+        """Return what rows with so many tokens each hold in the layers of one kind."""
         group = self._cache.slots.groups[kind.name]
         lengths = group.lengths[rows]
         visible = group.visible if counts is None else int((lengths + counts).max())

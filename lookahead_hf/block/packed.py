@@ -136,10 +136,7 @@ class PackedBlock:
         return torch.cat(outs, 1) if len(outs) > 1 else outs[0].contiguous()
 
     def kind_of(self, mask: torch.Tensor | None, group: Any = None) -> str | None:
-        """Return the kind of a mask that a layer got; one for all layers may come as a copy.
-
-        `group` is the layers' part of the cache, None for any.
-        """
+        """Return the kind of a mask that a layer of a group got; it may come as a copy."""
         (_, block), *_ = self.runs
         kinds = [name for name, own in self.masks.items() if own is mask] or [*self.masks]
         fits = (name for name in kinds if group is None or block.held[name].group is group)

@@ -99,10 +99,7 @@ def release(layer: Any, users: bool) -> None:
 
 
 def fill(layer: Any, content: Content, num_columns: int) -> None:
-    """Store the content of the newest columns, as many as a layer holds after `num_columns`.
-
-    A static layer that has tensors keeps them.
-    """
+    """Store the newest columns that a layer holds after `num_columns`, in tensors that it has."""
     if isinstance(layer, StaticLayer):
         _fill_static(layer, content, num_columns)
         return

@@ -288,10 +288,7 @@ def _check_arguments(call: PreparedCall) -> None:
 
 
 def _check_picture(call: PreparedCall) -> None:
-    """Raise Unserved if a block of several tokens would look at a picture causally.
-
-    Single tokens see all of it, also without a mask.
-    """
+    """Raise Unserved if a block would look causally at a picture, which single tokens see whole."""
     crossing, given = compat.crossing_layers(call.model), call.model_kwargs
     if not crossing or given.get("cross_attention_mask") is not None:
         return

@@ -214,10 +214,7 @@ class DraftSession:
         logits: torch.Tensor,  # [rows, 1 + most nodes, vocab]
         step_seconds: float | None,
     ) -> None:
-        """Learn from a step, whose emitted tokens are in the rows already.
-
-        `step_seconds` is its time without drafting, None if the step also did other work.
-        """
+        """Learn from a step; its seconds are without drafting, None if it also did other work."""
         self._guard.run(-1, self._learn, rows, draft, verdict, logits, step_seconds)
 
     def _learn(

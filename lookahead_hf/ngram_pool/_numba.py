@@ -45,10 +45,7 @@ NUM_FIELDS = 6
 
 @jit_inner
 def insert(text, links, heads, place, token_id, context):
-    """Write a token to its place, which ends the text; return the number of new entries.
-
-    `context`, [LONGEST_KEY] int32, is scratch.
-    """
+    """Write a token to its place, which ends the text; return the number of new entries."""
     text[place] = token_id
     links[place, :] = FREE
     if token_id <= BORDER:

@@ -290,11 +290,7 @@ class RequestBuilder:
         return rules_of(call, build_emitter(call, outputs, ColumnStream(None, 1, call.pad)), seed)
 
     def check(self) -> None:
-        """Check the model and the settings of the run.
-
-        Unserved if they cannot be served, ValueError if a drafter cannot be used in continuous
-        batching.
-        """
+        """Check the model and the settings of the run: Unserved, or ValueError for a drafter."""
         model = self.model
         self._check_drafters()
         admission.admit(model, Purpose.REQUESTS)

@@ -233,10 +233,7 @@ class QueueSession(Session):
         self._finish(row, job, SpeculativeStats(fallback_reason=unserved.reason))
 
     def _pass_on(self, row: int, job: QueuedRequest) -> None:
-        """Pass on the tokens of the latest step, and free the row if its text has ended.
-
-        A request whose prompt is still read goes on with it.
-        """
+        """Pass on the tokens of the latest step, and free the row if its text has ended."""
         state, known = job.state, len(job.state.generated_tokens)
         if state.status is RequestStatus.PREFILLING:
             self._advance(row, job)

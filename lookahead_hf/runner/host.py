@@ -287,10 +287,7 @@ class Runner:
         return self.cache.slots.lengths - (self.cache.num_columns - self.cache.pads)
 
     def feed(self, tokens: list[list[int]], ahead: np.ndarray) -> StepOutputs:
-        """Run more tokens of every row in one forward; `keep` then keeps them in the cache.
-
-        Each row has its last token first, or none; `ahead`, [rows], were fed since the prompt.
-        """
+        """Run more tokens of every row, its last one first, in a forward, for `keep` to keep."""
         fields = DraftTree.from_chains([[fed[1:]] for fed in tokens]).padded(max(map(len, tokens)))
         for row, fed in enumerate(tokens):
             fields[0, row, : len(fed)] = fed

@@ -88,10 +88,7 @@ class _Nodes:
         return seen.scatter_(2, self._up(self._paths(first)), True)[:, :, : self._vocab]
 
     def _paths(self, first: np.ndarray) -> np.ndarray:
-        """Return the tokens from each node up to the row's last one, [rows, width, 1 + depth].
-
-        Columns before each row's `first`, [rows], do not count.
-        """
+        """Return tokens from each node up, from column `first` on, [rows, width, 1 + depth]."""
         tokens = np.where(self.columns > first[:, None], self._tokens, self._vocab)
         at = np.zeros_like(tokens) + np.arange(tokens.shape[1])
         found = [tokens]

@@ -154,10 +154,7 @@ def _drawn_from(
     ids: torch.Tensor,  # [nodes]
     like: torch.Tensor,  # [..., vocab]
 ) -> torch.Tensor:
-    """Return the distributions that nodes were drawn from, as tensors like `like`, [nodes, vocab].
-
-    A certain node, or one without a known distribution, was drawn with probability 1.
-    """
+    """Return what nodes were drawn from, like `like`, [nodes, vocab]; 1 where that is not known."""
     certain = torch.zeros(len(ids), like.shape[-1], device=like.device).scatter_(1, ids[:, None], 1)
     if known is None or not len(known):
         return certain

@@ -122,10 +122,7 @@ class Program:
             raise Unknown(f"it has weights of {tensor.dtype}, or of several types")
 
     def linear(self, module: Any, source: str, target: str, **given: Any) -> None:
-        """Add a linear layer, or `rows` of one, a range of its outputs.
-
-        `given` may also set `joins_next`, `mode`, `flavour` and `factor`.
-        """
+        """Add a linear layer, or a range of its outputs, `rows`, with further fields."""
         check_linear(module)
         rows = given.pop("rows", range(module.weight.shape[0]))
         addresses: dict[int, Any] = {

@@ -281,10 +281,7 @@ def _angles(given: Any, x: torch.Tensor, head_dim: int) -> list[torch.Tensor] | 
 
 
 def _agree(ours: torch.Tensor, own: torch.Tensor, added: torch.Tensor) -> bool:
-    """Return whether the kernels' results are the module's own up to rounding.
-
-    `added` is the part of `own` that the module has computed.
-    """
+    """Return whether results are the module's `own` up to rounding; `added` is a part of these."""
     by_added, by_whole = TOLERANCES[own.dtype]
     limit = by_added * _size(added) + by_whole * _size(own)
     return _size(ours.float() - own.float()) <= limit

@@ -62,10 +62,7 @@ def _views(packed: Any, rows: int, width: int) -> list[Any]:
 
 
 def _even(count: int) -> int:
-    """Round up, so that the next field begins at a multiple of 16 bytes.
-
-    For another address Triton compiles kernels of their own.
-    """
+    """Round up to 16 bytes; for another address Triton compiles kernels of their own."""
     return count + count % 2
 
 

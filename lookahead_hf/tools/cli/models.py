@@ -33,10 +33,7 @@ _OTHERWISE = (
 
 
 def load(name: str | None, option: str, dtype: str, device: str | None, screen: Screen) -> Any:
-    """Load a model and its tokenizer; without a name, the demo's.
-
-    CommandError, which names the option, if that fails.
-    """
+    """Load a model and its tokenizer, by default the demo's; CommandError names the option."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging

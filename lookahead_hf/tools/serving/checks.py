@@ -355,10 +355,7 @@ def length(body: Mapping[str, Any]) -> str | None:
 def take_requests(
     path: str, fields: dict[str, Any], config: SpeculativeConfig, only_model: str, limits: Limits
 ) -> tuple[list[tuple[ServedRequest, bytes]], int]:
-    """Return the requests for one text each with their bodies, and the number of prompts.
-
-    Raises what `check_fields` does.
-    """
+    """Return requests for one text each with bodies, and the number of prompts; or refuse them."""
     check_fields(path, fields, only_model, limits)
     each = int(fields.pop("n", None) or 1)
     given = fields.pop("prompt", None) if path == COMPLETIONS else None
@@ -379,10 +376,7 @@ def take_requests(
 def take_request(
     body: dict[str, Any], config: SpeculativeConfig, limits: Limits = USUAL
 ) -> ServedRequest:
-    """Take what transformers' server would refuse or do otherwise out of a checked request's body.
-
-    ValueError if a value is not allowed.
-    """
+    """Take what transformers would do otherwise out of a body; ValueError for a wrong value."""
     asked, prediction = body.pop("speculative", None), body.pop("prediction", None)
     stop, penalty = body.pop("stop", None) or (), body.pop("presence_penalty", None)
     schema, tools = take_schema(body), take_tools(body)

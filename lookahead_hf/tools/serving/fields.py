@@ -183,10 +183,7 @@ current: ContextVar[ServedRequest | None] = ContextVar("lookahead_hf_request", d
 
 
 def allowed(asked: Any, config: SpeculativeConfig) -> SpeculativeConfig | bool | None:
-    """Return how a request may speculate; ValueError if what it asks is not allowed.
-
-    It may read the pool of the server's own configuration.
-    """
+    """Return how a request may speculate, also with the server's pool; or raise ValueError."""
     if asked is None or asked is False:
         return asked
     if asked is True:

@@ -121,10 +121,7 @@ class Running:
         return Together(self) if use_cb else Alone(self, self._thread)
 
     def uses_queue(self, model: Any, modality: Any) -> bool:
-        """Return whether the current request is decoded beside others.
-
-        transformers' own manager never starts.
-        """
+        """Return whether the current request is decoded beside others, by our queue alone."""
         request = current.get() or ServedRequest()
         is_alone = request.is_alone or request.speculative not in (None, self.config)
         if self._together and not is_alone and modality.name == "LLM":
@@ -157,10 +154,7 @@ class Running:
     def compiling(
         self, request: ServedRequest, prompt: Any, work: Callable[[], object]
     ) -> Future[Any] | None:
-        """Compile the grammar that a request needs, beside the decoding, and go on with it.
-
-        Returns None if it needs none.
-        """
+        """Compile a request's grammar beside the decoding, then go on; None if it needs none."""
         if request.schema is None and request.tools is None:
             return None
 

@@ -223,10 +223,7 @@ def _load_words() -> None:
 
 
 def _load_layers(name: str) -> None:
-    """Load the functions of a dtype, by the name of their group.
-
-    RuntimeError if the processor cannot convert such numbers.
-    """
+    """Load a dtype's group; RuntimeError if the processor cannot convert such numbers."""
     functions()
     from lookahead_hf.engines.cpu.kernels import _elementwise_numba
     from lookahead_hf.engines.cpu.kernels.llvm import HAS_FLOAT16

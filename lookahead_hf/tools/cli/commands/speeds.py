@@ -129,10 +129,7 @@ def ANALYZE(arguments: SimpleNamespace, screen: Screen) -> None:
 
 
 def read_prompts(file: Path, most: int) -> Prompts:
-    """Return at most so many prompts of each group, spread evenly over the file.
-
-    CommandError if a line is no prompt, or if the file has none.
-    """
+    """Return some prompts of each group, spread over the file; CommandError for a wrong line."""
     found: Prompts = {}
     for where, record in records(file):
         group, chat = "all prompts", record

@@ -260,10 +260,7 @@ def TRACE(arguments: SimpleNamespace, screen: Screen) -> None:
 
 
 def show_trace(trace: Trace, screen: Screen) -> None:
-    """Write the text coloured by who foresaw it, and a legend.
-
-    Without colours, foreseen text is put in single angle quotes.
-    """
+    """Write the text coloured, or quoted, by who foresaw it, and a legend."""
     counts = trace.num_by_origin
     styles = {name: {"fg": (*bytes.fromhex(each[1:]),)} for name, each in colours(trace).items()}
     if screen.has_colour:
