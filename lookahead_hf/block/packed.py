@@ -31,18 +31,14 @@ class Run:
     Rows with fewer tokens than others repeat their last token as padding.
 
     Attributes:
-        rows: The rows.
-        tokens: Their tokens in the block, row after row.
-        counts: Tokens of each row, [rows of the run].
-        width: Queries per row.
         padded: Token of the run that each query is, [rows of the run, width]; None if all rows have
             the same number of tokens.
     """
 
     rows: slice
-    tokens: slice
-    counts: np.ndarray
-    width: int
+    tokens: slice  # their tokens in the block, row after row
+    counts: np.ndarray  # tokens of each row, [rows of the run]
+    width: int  # queries per row
     padded: np.ndarray | None = None
     _orders: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
@@ -89,15 +85,12 @@ class PackedBlock:
     """How the tokens of a packed block belong to the rows of the cache.
 
     Attributes:
-        runs: The runs, each with the block of its rows.
-        masks: What the model gets as its masks, by kind, [1, 1, 1, 1] each.
-        places: Place of each row's logits among those of the forward, [rows, width].
         kept: Tokens of the block that the forward computes logits for, None for all of them.
     """
 
-    runs: list[tuple[Run, Block]]
-    masks: dict[str, torch.Tensor]
-    places: np.ndarray
+    runs: list[tuple[Run, Block]]  # the runs, each with the block of its rows
+    masks: dict[str, torch.Tensor]  # what the model gets as its masks, by kind, [1, 1, 1, 1] each
+    places: np.ndarray  # place of each row's logits among those of the forward, [rows, width]
     kept: np.ndarray | None = None
 
     def of_rows(self, logits: torch.Tensor) -> torch.Tensor:

@@ -19,13 +19,12 @@ class Extent:
     """The slots of every row that are in use, and those that the attention reads.
 
     Attributes:
-        lengths: Tokens of each row that are kept, [rows] int64.
         shown: Slots that the attention sees in every forward, None for those in use.
         starts: Lengths after the prompt, [rows], if all rows may be handed back where the slowest
             one is, so that each must keep what that row sees; else None.
     """
 
-    lengths: np.ndarray
+    lengths: np.ndarray  # tokens of each row that are kept, [rows] int64
     shown: int | None = None
     starts: np.ndarray | None = None
 

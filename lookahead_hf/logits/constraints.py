@@ -19,19 +19,17 @@ class Constraint:
     """A processor that constrains each row by a grammar of its own.
 
     Attributes:
-        processor: The caller's processor, which has not been called yet.
         shadow: Makes a row's grammar for drafting, independent of the processor's own.
         alone: Makes a processor that does to a single row what the caller's does to this row of a
             batch; None if that is unknown, so that only the caller's may be called.
-        matchers: The attribute with the processor's state of each row.
         advance: Moves such a state over a token, as the processor does.
         columns: The attribute with the number of columns that the processor saw last, if any.
     """
 
-    processor: Any
+    processor: Any  # the caller's processor, which has not been called yet
     shadow: Callable[[int], Grammar]
     alone: Callable[[int], Any] | None = None
-    matchers: str = ""
+    matchers: str = ""  # the attribute with the processor's state of each row
     advance: Callable[[Any, int], Any] | None = None
     columns: str = ""
 

@@ -41,17 +41,11 @@ MOST_SLOTS = 4096  # The upper limit of `max_slots`
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """The options of a call beside transformers' own arguments.
+    """The options of a call beside transformers' own arguments."""
 
-    Attributes:
-        speculative: What `speculative=` of `generate` takes.
-        max_slots: Most texts that are decoded together.
-        tokenizer: What `stop_strings` and a pool's fingerprint need.
-    """
-
-    speculative: Any = None
-    max_slots: int | None = None
-    tokenizer: Any = None
+    speculative: Any = None  # what `speculative=` of `generate` takes
+    max_slots: int | None = None  # most texts that are decoded together
+    tokenizer: Any = None  # what `stop_strings` and a pool's fingerprint need
 
 
 OWN = tuple(each.name for each in fields(BatchOptions))

@@ -37,11 +37,10 @@ class LogProbs:
     """The log probabilities of a text.
 
     Attributes:
-        of_tokens: One per new token.
         top: The likeliest tokens in the place of each new token, the likeliest first.
     """
 
-    of_tokens: list[float] = field(default_factory=list)
+    of_tokens: list[float] = field(default_factory=list)  # one per new token
     top: list[dict[int, float]] = field(default_factory=list)
 
     def add(self, num_top: int, scores: Iterable[torch.Tensor], tokens: list[int]) -> None:
@@ -142,18 +141,15 @@ class QueuedRequest:
     """One text of a run; what follows `objects` is None before it has a row.
 
     Attributes:
-        names: Ids that cancel it: its own and that of its request.
-        objects: See `own_objects`.
-        is_cancelled: Whether nobody wants it any more.
         num_top: How many of the likeliest tokens in every place have a log probability beside the
             chosen one; None if no token has.
     """
 
     state: RequestState
     seed: int
-    names: frozenset[str] = frozenset()
-    objects: frozenset[int] = frozenset()
-    is_cancelled: bool = False
+    names: frozenset[str] = frozenset()  # ids that cancel it: its own and that of its request
+    objects: frozenset[int] = frozenset()  # see `own_objects`
+    is_cancelled: bool = False  # whether nobody wants it any more
     num_top: int | None = None
     call: PreparedCall | None = None
     rules: Rules | None = None
@@ -179,15 +175,12 @@ class RequestBuilder:
     """Turns requests into calls of `generate`.
 
     Attributes:
-        model: The model.
-        generation_config: The settings of requests that do not say otherwise.
-        request: How to speculate.
         returns_log_probs: Whether tokens have log probabilities if a request does not say.
     """
 
     model: Any
-    generation_config: Any
-    request: Request
+    generation_config: Any  # the settings of requests that do not say otherwise
+    request: Request  # how to speculate
     returns_log_probs: bool = False
 
     def num_top(self, job: QueuedRequest) -> int | None:

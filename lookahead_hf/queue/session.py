@@ -79,20 +79,15 @@ class QueueSession(Session):
     """Decodes requests together; whenever a text ends, the next request takes its row.
 
     Attributes:
-        prompts: What the rows hold of prompts.
-        times: The share of each request in the time of the run.
-        jobs: The requests in progress by row.
-        most_new: Most tokens that the text of each row may have, [rows] int64.
-        engine: Where requests come from and results go.
         setup: What `generate` sets up for steps, undone while prompts are read alone.
     """
 
     verifier: Walk
-    prompts: Prompts
-    times: RowTimes
-    jobs: dict[int, QueuedRequest]
-    most_new: np.ndarray
-    engine: Engine
+    prompts: Prompts  # what the rows hold of prompts
+    times: RowTimes  # the share of each request in the time of the run
+    jobs: dict[int, QueuedRequest]  # the requests in progress by row
+    most_new: np.ndarray  # most tokens that the text of each row may have, [rows] int64
+    engine: Engine  # where requests come from and results go
     setup: ExitStack = field(default_factory=ExitStack)
 
     def start(self, stack: ExitStack) -> None:

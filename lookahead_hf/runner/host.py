@@ -306,28 +306,20 @@ class StepOptions:
     """What a call asks of its steps.
 
     Attributes:
-        model: The target.
-        num_rows: Rows of the batch.
-        num_new: Most new tokens of a row.
         takes_flat: Returns whether blocks may be flat, given whether kernels read prompts.
-        shape: The shape of every block, None to fit each draft.
-        compiled_layers: As in `SpeculativeConfig`, and so is `cuda_graphs`.
-        is_alone: Whether no other process runs parts of the forwards.
-        observes: Whether the call reads further outputs of the forwards.
-        decides: Whether the device is to choose the tokens.
         scoring: What it makes of the logits to choose by, None to choose the likeliest tokens.
     """
 
-    model: Any
-    num_rows: int
-    num_new: int
+    model: Any  # the target
+    num_rows: int  # rows of the batch
+    num_new: int  # most new tokens of a row
     takes_flat: Callable[[bool], bool]
-    shape: BlockShape | None = None
-    compiled_layers: bool | str = True
+    shape: BlockShape | None = None  # the shape of every block, None to fit each draft
+    compiled_layers: bool | str = True  # as in `SpeculativeConfig`, and so is `cuda_graphs`
     cuda_graphs: bool | str = "auto"
-    is_alone: bool = True
-    observes: bool = False
-    decides: bool = True
+    is_alone: bool = True  # whether no other process runs parts of the forwards
+    observes: bool = False  # whether the call reads further outputs of the forwards
+    decides: bool = True  # whether the device is to choose the tokens
     scoring: Scoring | None = None
 
 

@@ -71,13 +71,11 @@ class Choice(NamedTuple):
     """What follows a node of a row.
 
     Attributes:
-        token: The next token.
-        child: The child of the node with this token, None if there is none.
         stops: Whether the text ends with the token; None to ask the stopping criteria.
     """
 
-    token: int
-    child: int | None = None
+    token: int  # the next token
+    child: int | None = None  # the child of the node with this token, None if there is none
     stops: bool | None = None
 
 
@@ -95,21 +93,18 @@ class Rules:
 
     Attributes:
         processors: Logits processors and warpers, applied to a node with its own prefix.
-        emitter: Emits the tokens.
-        do_sample: Whether tokens are sampled; otherwise the likeliest is chosen.
         in_order: Whether the default generator itself draws, for tokens chosen in plain's order.
         seed: Samples are those of plain after `manual_seed(seed)`; None: the default generator's.
         generators: What unknown processors and criteria of a request draw from.
-        noise: What samples are chosen by, unless they are drawn in order.
     """
 
     processors: RowProcessors
-    emitter: Emitter
-    do_sample: bool = False
+    emitter: Emitter  # emits the tokens
+    do_sample: bool = False  # whether tokens are sampled; otherwise the likeliest is chosen
     in_order: bool = False
     seed: int | None = None
     generators: OwnGenerators | None = None
-    noise: Noise | None = None
+    noise: Noise | None = None  # what samples are chosen by, unless they are drawn in order
 
     @property
     def takes_likeliest(self) -> bool:

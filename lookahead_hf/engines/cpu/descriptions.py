@@ -23,15 +23,10 @@ from lookahead_hf.runner.watch import Watch
 
 
 class Family(NamedTuple):
-    """What the classes of a file of transformers have in common.
+    """What the classes of a file of transformers have in common."""
 
-    Attributes:
-        prefix: The prefix of their names.
-        norm: What their RMS norms compute.
-    """
-
-    prefix: str
-    norm: int = fields.RMS
+    prefix: str  # the prefix of their names
+    norm: int = fields.RMS  # what their RMS norms compute
 
 
 FAMILIES = {

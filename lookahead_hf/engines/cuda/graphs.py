@@ -66,26 +66,18 @@ class GraphSet:
     """The graphs of one model and one kind of call.
 
     Attributes:
-        key: What calls on the set have in common.
-        capacity: Most tokens of a text.
-        state: Lengths, positions and drafts.
         stores: K and V of every layer, by groups of layers.
-        tables: The same, for compaction.
-        recorder: Captures the steps.
-        recordings: The captured steps.
-        is_used: Whether a call replays; two replays must not overlap.
-        reads_masks: Whether a layer reads its mask; None if unknown.
     """
 
-    key: tuple[Any, ...]
-    capacity: int
-    state: StepState
+    key: tuple[Any, ...]  # what calls on the set have in common
+    capacity: int  # most tokens of a text
+    state: StepState  # lengths, positions and drafts
     stores: list[list[tuple[torch.Tensor, torch.Tensor]]]
-    tables: list[PathTable]
-    recorder: CudaRecorder
-    recordings: dict[Step, Recording] = field(default_factory=dict)
-    is_used: bool = False
-    reads_masks: bool | None = None
+    tables: list[PathTable]  # the same, for compaction
+    recorder: CudaRecorder  # captures the steps
+    recordings: dict[Step, Recording] = field(default_factory=dict)  # the captured steps
+    is_used: bool = False  # whether a call replays; two replays must not overlap
+    reads_masks: bool | None = None  # whether a layer reads its mask; None if unknown
 
     @property
     def nbytes(self) -> int:
