@@ -31,8 +31,7 @@ GENERATING += [DOCS / "quickstart.md", DOCS / "guarantees.md"]
 EXCERPTS = [*(DOCS / f"{name}.md" for name in ("index", "statistics", "trace"))]
 """Pages whose snippets use what the reader has: a model, its inputs, a pipeline."""
 CONFIG_FIELDS = {field.name for field in dataclasses.fields(lookahead_hf.SpeculativeConfig)}
-THEIR_OPTIONS = ("serve",)
-"""Commands that take options of other programs."""
+THEIR_OPTIONS = ("serve",)  # Commands that take options of other programs
 
 
 def name_of(page: Path) -> str:

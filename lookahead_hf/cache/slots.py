@@ -19,13 +19,12 @@ class Extent:
     """The slots of every row that are in use, and those that the attention reads.
 
     Attributes:
-        lengths: Tokens of each row that are kept, [rows] int64.
         shown: Slots that the attention sees in every forward, None for those in use.
         starts: Lengths after the prompt, [rows], if all rows may be handed back where the slowest
             one is, so that each must keep what that row sees; else None.
     """
 
-    lengths: np.ndarray
+    lengths: np.ndarray  # tokens of each row that are kept, [rows] int64
     shown: int | None = None
     starts: np.ndarray | None = None
 
@@ -283,11 +282,9 @@ class SlotGroup:
         self.capacity, self._path_table = capacity, table
 
     def place(self, counts: int | np.ndarray, is_flat: bool = False) -> None:
-        """Put the next tokens of every row behind its length.
+        """Put the next `counts` tokens, [rows] or for all rows, of every row behind its length.
 
-        Args:
-            counts: How many they are, [rows] or for all rows.
-            is_flat: Whether the block has these tokens alone, one row after another.
+        A block that `is_flat` has these tokens alone, one row after another.
         """
         counts = np.broadcast_to(counts, len(self.dropped))
         self.drop_unseen(int((self.lengths + counts).max()))
@@ -414,9 +411,8 @@ class SlotCache(Cache):
     def compact(self, path: np.ndarray, counts: np.ndarray) -> None:
         """Move paths of the latest block to the front of it, in every layer.
 
-        Args:
-            path: Tokens of each row's block on its path, [rows, most] int64.
-            counts: How many of them there are, [rows] int64.
+        `path` are the first `counts`, [rows], tokens of each row's block on its path, [rows, most]
+        int64.
         """
         for group in self.each_group():
             if group.layers:

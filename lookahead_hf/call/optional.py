@@ -25,11 +25,7 @@ def find(name: str) -> ModuleType | None:
 
 
 def load(name: str) -> ModuleType:
-    """Return a module of `MODULES` that a caller asks for.
-
-    Raises:
-        ModuleNotFoundError: It is not installed.
-    """
+    """Return a module of `MODULES` that a caller asks for; ModuleNotFoundError without it."""
     return import_module(MODULES[name])
 
 

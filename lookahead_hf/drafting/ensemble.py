@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from lookahead_hf.rows import Rows
     from lookahead_hf.runner.outputs import HostCopy
 
-ANY_TOKEN = 2**62
-"""Vocabulary size if it is unknown."""
+ANY_TOKEN = 2**62  # Vocabulary size if it is unknown
 
 
 def merge(

@@ -36,8 +36,7 @@ from lookahead_hf.kernels.data import RowScan, TopRows, Wanted
 MAX_FUSED_K = 64
 """Largest k of the kernel, a program of which holds k tiles at once; torch finds more."""
 
-_MOST_FOR_EIGHT_WARPS = 8192
-"""Most candidates that eight warps hold in registers."""
+_MOST_FOR_EIGHT_WARPS = 8192  # Most candidates that eight warps hold in registers
 
 
 @triton.jit

@@ -45,10 +45,7 @@ NUM_FIELDS = 6
 
 @jit_inner
 def insert(text, links, heads, place, token_id, context):
-    """Write a token to its place, which ends the text; return the number of new entries.
-
-    `context`, [LONGEST_KEY] int32, is scratch.
-    """
+    """Write a token to its place, which ends the text; return the number of new entries."""
     text[place] = token_id
     links[place, :] = FREE
     if token_id <= BORDER:
@@ -298,8 +295,7 @@ def _rank(ranked, order, scores, first, num_ranked, candidate, score):
 TEXT, LINKS, HEADS, TEXT_ROOM, NUM_HEADS, LENGTH, NUM_ENTRIES = range(7)
 NUM_COLUMNS = 7
 
-FILL = 0.75
-"""How full a hash table may be."""
+FILL = 0.75  # How full a hash table may be
 
 
 @intrinsic

@@ -90,10 +90,7 @@ class SuffixIndexes:
         return copied
 
     def moved_on(self, num_tokens: int) -> SuffixIndexes:
-        """Return the rows moved on by one: the last is left out, the first is new.
-
-        It has room for `num_tokens`, which can be appended without moving anything.
-        """
+        """Return the rows moved on by one: the last is left out, the first has room for tokens."""
         moved = SuffixIndexes(len(self._states))
         for row in range(1, len(self._states)):
             moved.fill(row, self.filled(row - 1))

@@ -133,11 +133,9 @@ class Watch:
     def __init__(self, modules: Iterable[nn.Module], is_graph: bool = False) -> None:
         """Read modules.
 
-        Args:
-            modules: The modules.
-            is_graph: Whether a graph has baked in addresses and configurations, too. The weights
-                stay in memory as long as the watch. Otherwise weights may move, and whatever is
-                called in place of the first module does not count.
+        `is_graph`: a graph has baked in addresses and configurations, too; the weights stay in
+        memory as long as the watch. Otherwise weights may move, and whatever is called in place of
+        the first module does not count.
         """
         self.modules = list(modules)
         self.functions: dict[tuple[Any, str], Any] = {}

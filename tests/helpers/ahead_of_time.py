@@ -57,8 +57,7 @@ GPUS = {
     "gfx1100": Gpu(GPUTarget("hip", "gfx1100", 32), 64 * 1024, 320),
 }
 
-WIDTHS = (1, 8, 16, 32, 64)
-"""Tokens per row of the steps that are captured."""
+WIDTHS = (1, 8, 16, 32, 64)  # Tokens per row of the steps that are captured
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:

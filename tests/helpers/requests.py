@@ -17,10 +17,8 @@ from lookahead_hf.queue.request import request_seed
 from tests.helpers.models import VOCAB
 
 SEED = 11
-DRAFTED = lookahead_hf.SpeculativeConfig(budget=6)
-"""Drafts in every step, whatever that costs."""
-WAIT = 60
-"""Most seconds for which a test waits for a result."""
+DRAFTED = lookahead_hf.SpeculativeConfig(budget=6)  # Drafts in every step, whatever that costs
+WAIT = 60  # Most seconds for which a test waits for a result
 
 
 def prompts(count: int, seed: int = 0, longest: int = 30) -> list[list[int]]:

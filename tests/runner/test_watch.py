@@ -260,9 +260,7 @@ def test_forwards_of_a_class_are_told_apart(
 
 @pytest.mark.parametrize("change", [rescaled, hooked, replaced_data])
 def test_changes_in_the_middle_of_a_call_count(
-    change: Callable[[Any], None],
-    made: list[TapeRecorder],
-    no_global_hooks: None,
+    change: Callable[[Any], None], made: list[TapeRecorder], no_global_hooks: None
 ) -> None:
     texts = []
     for asked in (False, True):

@@ -20,8 +20,7 @@ from numba.extending import intrinsic
 # Those that numba compiles for; its settings may leave some of the processor's out.
 _FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
 
-LANES = 16 if "+avx512f" in _FEATURES else 8
-"""Float32 numbers of a vector."""
+LANES = 16 if "+avx512f" in _FEATURES else 8  # Float32 numbers of a vector
 
 HAS_PAIRS = LANES == 16 and "+avx512bf16" in _FEATURES
 """Whether the processor adds up products of pairs of bfloat16 numbers."""
@@ -29,14 +28,12 @@ HAS_PAIRS = LANES == 16 and "+avx512bf16" in _FEATURES
 HAS_TILES = HAS_PAIRS and {"+amx-tile", "+amx-bf16"} <= {*_FEATURES}
 """Whether the processor multiplies tiles of bfloat16 numbers (AMX)."""
 
-LINE = 64
-"""Bytes that memory brings at a time."""
+LINE = 64  # Bytes that memory brings at a time
 
 HAS_FLOAT16 = bool({"+f16c", "+neon"} & {*_FEATURES})
 """Whether the processor turns float16 numbers into float32; LLVM would call a function for each."""
 
-BFLOAT16, FLOAT16, FLOAT32 = types.uint16, types.int16, types.float32
-"""The kinds of numbers."""
+BFLOAT16, FLOAT16, FLOAT32 = types.uint16, types.int16, types.float32  # The kinds of numbers
 
 F16, F32 = ir.HalfType(), ir.FloatType()
 I16, I32, I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)

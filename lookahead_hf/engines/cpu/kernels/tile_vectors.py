@@ -79,10 +79,7 @@ def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
 
 @intrinsic
 def store_tile(typing, c, count, out, out_stride, rows):
-    """Write a tile, [16 rows][16 tokens], as `count` tokens of `rows` numbers.
-
-    `out_stride` is the bytes from one token to the next.
-    """
+    """Write a tile, [16 rows][16 tokens], as tokens of `rows` numbers, `out_stride` bytes apart."""
 
     def generate(context, builder, signature, arguments):
         c, count, out, out_stride, rows = arguments

@@ -72,9 +72,7 @@ examples:
 """,
 )
 @dtype_option(
-    multiple=True,
-    default=["bfloat16", "float32"],
-    help="of the models; may be given several times",
+    multiple=True, default=["bfloat16", "float32"], help="of the models; may be given several times"
 )
 def COMPILE(arguments: SimpleNamespace, screen: Screen) -> None:
     """Compile what speculation needs, once per installation.
