@@ -77,8 +77,7 @@ def head(tree: DraftTree, num_nodes: int | np.ndarray) -> DraftTree:
 
 
 def likeliest_chain(tree: DraftTree, max_nodes: int | np.ndarray) -> DraftTree:
-    """Keep a path of at most `max_nodes` per row of a merged tree: the likeliest child at every
-    node."""
+    """Keep a path per row of a merged tree, by the likeliest children, to `max_nodes` nodes."""
     longest = np.broadcast_to(max_nodes, tree.num_rows).tolist()
     order: list[int] = []
     offsets = np.zeros(tree.num_rows + 1, np.int64)

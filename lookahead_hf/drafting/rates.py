@@ -248,6 +248,7 @@ class ModelMemory:
 
 
 def memory_of(model: Any) -> ModelMemory:
+    """Return what drafting keeps of a model between calls."""
     return kept(model, ModelMemory, ModelMemory)
 
 
