@@ -218,7 +218,6 @@ class BlockLayout:
         Args:
             kind: The kind.
             is_limited: Whether a token may not see all of it.
-            rows: The rows.
             counts: Tokens of each of these rows in a packed block.
         """
         group = self._cache.slots.groups[kind.name]

@@ -56,7 +56,6 @@ def admit(model: Any, purpose: Purpose, cache: Any = None) -> None:
     This reads the facts of the model.
 
     Args:
-        model: The model.
         purpose: What it is to do.
         cache: The caller's cache, if there is one.
     """

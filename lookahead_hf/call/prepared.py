@@ -171,7 +171,6 @@ def prompt_call(
     """Return a call that reads a prompt outside of `generate`, as `generate` would prepare it.
 
     Args:
-        model: The model.
         input_ids: Prompt tokens, [rows, columns].
         mask: 1 for attended tokens, [rows, columns]; None if all are.
         **further: Further arguments of the model's forward, such as its encoder's outputs.

@@ -234,7 +234,6 @@ class RecurrentLayers:
         """Prepare for one call.
 
         Args:
-            model: The target.
             cache: The cache that holds the states.
             num_rows: Rows of the batch.
             by_token: Whether every mixer gets a block's tokens one by one, so that a token's bits

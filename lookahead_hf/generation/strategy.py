@@ -47,8 +47,7 @@ def run(
     """Generate speculatively if the call asks for that, else call `original` with its arguments.
 
     Args:
-        model: The model that generates.
-        original: Its `generate` as it would be without speculation, bound.
+        original: The model's `generate` as it would be without speculation, bound.
         args: Positional arguments of the call.
         kwargs: Keyword arguments of the call.
         default: Decides if neither the call nor a generation config does.

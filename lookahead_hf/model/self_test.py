@@ -53,7 +53,6 @@ def refusal(model: Any, is_flat: bool = False) -> tuple[str, str]:
     dozen tokens. A fault that hooks may have caused is not remembered.
 
     Args:
-        model: The target.
         is_flat: Whether the blocks are flat; see `block.packed`.
 
     Returns:
@@ -128,7 +127,6 @@ def _plain_by_steps(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.
     The inputs of each step are prepared as in `generate`, which a class may override.
 
     Args:
-        model: The model.
         ids: The text, [rows, columns], of which one forward reads the first `PROMPT` columns.
         mask: Its mask, of the same shape.
     """

@@ -231,7 +231,6 @@ def engine_of(
     """Return an engine, and transformers' settings of continuous batching.
 
     Args:
-        model: The model.
         config: How to speculate.
         asked: The options of the call.
         generation_config: The settings of requests that do not say otherwise.
@@ -270,7 +269,6 @@ def default_slots(model: Any, hints: Any) -> int:
     """Return how many texts to decode together if the caller does not say.
 
     Args:
-        model: The model.
         hints: transformers' `WorkloadHints` of the requests, None if it knows nothing.
     """
     max_tokens = max(LEAST_ROOM, model.get_memory_footprint()) // bytes_per_token(model)

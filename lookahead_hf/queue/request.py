@@ -366,7 +366,6 @@ def write_alone(
     """Return the new tokens of a request.
 
     Args:
-        model: The model.
         settings: The arguments that `RequestBuilder.settings` returns.
         seed: The seed of the request.
         on_token: Called after every token; returns whether to stop.

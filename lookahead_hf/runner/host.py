@@ -57,7 +57,6 @@ class Runner:
         """Prepare for one call.
 
         Args:
-            model: The target.
             num_rows: Rows of the batch.
             shape: The shape of every block, None to fit each draft.
             steps: How an engine computes the layers, None for their own code.

@@ -29,8 +29,6 @@ def prefill(
     """Run the prompt as plain `generate` does, and let the runner take over its cache.
 
     Args:
-        runner: The runner.
-        call: The call.
         before_steps: Called after the forward, before the steps are prepared.
         shown: Arguments of all forwards, by which they return more than the call asks for.
 

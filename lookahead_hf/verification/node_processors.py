@@ -45,8 +45,6 @@ class NodeProcessors:
         """Return the scores as plain's processors leave them after each node's own prefix.
 
         Args:
-            rows: The texts.
-            draft: The nodes.
             scores: [rows, width, vocab] float32.
         """
         nodes = _Nodes(rows, draft, scores)

@@ -59,7 +59,6 @@ def rules_of(call: PreparedCall, emitter: Emitter, seed: int | None = None) -> R
     """Return how the rows of a call get their tokens.
 
     Args:
-        call: The call.
         emitter: Emits the tokens.
         seed: The seed of a request, which draws beside others; None for the default generator.
     """
@@ -77,7 +76,6 @@ def choose_verifier(call: PreparedCall, emitter: Emitter, processes: Processes) 
     """Choose the verifier of a call: row by row if processors and criteria allow it, else lockstep.
 
     Args:
-        call: The call.
         emitter: Emits the tokens.
         processes: Who decides if several processes run the model.
     """

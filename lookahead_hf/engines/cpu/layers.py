@@ -235,7 +235,6 @@ class CompiledSteps:
         """Describe the model's layers, or those that have changed since the last call.
 
         Args:
-            model: The target.
             asked: As `compiled_layers` of the configuration. For "everywhere" the call waits until
                 the kernels are compiled. Without it they read prompts where torch is slow.
             refusal: Why the call does not use the kernels, None if it may.

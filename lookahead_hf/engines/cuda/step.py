@@ -38,7 +38,6 @@ def pack(rows: Rows, draft: DraftTree, lengths: np.ndarray, width: int) -> np.nd
     """Return a step's draft as one array, int64, of which `_views` are the fields.
 
     Args:
-        rows: The texts.
         draft: What is fed behind the last tokens.
         lengths: Tokens of each row in the cache, [rows].
         width: Tokens per row, padding included.

@@ -293,7 +293,6 @@ def check_fields(path: str, body: dict[str, Any], only_model: str, limits: Limit
     """Refuse fields that would be ignored or not understood; correct others.
 
     Args:
-        path: The request's path.
         body: The request, which loses tools that must not be called.
         only_model: The model of the server.
         limits: What a request may ask for.
@@ -367,8 +366,7 @@ def take_requests(
     """Return the requests for one text each with their bodies, and the number of prompts.
 
     Args:
-        path: The path of the request.
-        fields: Its fields.
+        fields: The fields of the request.
         config: The server's own configuration.
         only_model: The model of the server.
         limits: What a request may ask for.

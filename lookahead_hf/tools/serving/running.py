@@ -56,10 +56,8 @@ def add_to_call(
     """Return the processors and criteria of a request by the names of `generate`'s arguments.
 
     Args:
-        request: The request.
-        config: The settings of its text; a default length is lowered to the room there is.
-        num_prompt: Tokens of its prompt.
-        model: The model.
+        config: The settings of the text; a default length is lowered to the room there is.
+        num_prompt: Tokens of the prompt.
         tokenizer: Its tokenizer, or the processor that has it.
         limits: What is granted to a request.
 
@@ -248,7 +246,6 @@ class Adding:
 
     Args:
         running: Has the queue.
-        model: The model.
         config: The settings of the request's text.
     """
 

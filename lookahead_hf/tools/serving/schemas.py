@@ -166,7 +166,6 @@ def grammar_of(request: ServedRequest, prompt: Any, tokenizer: Any, seconds: flo
     """Return the logits processor of a request's schema or tools.
 
     Args:
-        request: The request.
         prompt: The tokens of the prompt, [length] or [1, length].
         tokenizer: The model's tokenizer, or the processor that has it.
         seconds: The longest time to compile.
