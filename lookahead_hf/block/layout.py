@@ -215,10 +215,8 @@ class BlockLayout:
     ) -> Held:
         """Return what some rows hold in the layers of one kind.
 
-        Args:
-            kind: The kind.
-            is_limited: Whether a token may not see all of it.
-            counts: Tokens of each of these rows in a packed block.
+        `is_limited` says whether a token may not see all of it; `counts` are the tokens of each of
+        these rows in a packed block.
         """
         group = self._cache.slots.groups[kind.name]
         lengths = group.lengths[rows]

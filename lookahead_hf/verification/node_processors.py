@@ -44,8 +44,7 @@ class NodeProcessors:
     def __call__(self, rows: Rows, draft: DraftTree, scores: torch.Tensor) -> torch.Tensor:
         """Return the scores as plain's processors leave them after each node's own prefix.
 
-        Args:
-            scores: [rows, width, vocab] float32.
+        They are [rows, width, vocab] float32, before and after.
         """
         nodes = _Nodes(rows, draft, scores)
         for processor, ignored in zip(self._processors, self._ignored, strict=True):

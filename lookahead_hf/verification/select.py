@@ -58,9 +58,7 @@ def scoring(verifier: Verifier) -> Scoring | None:
 def rules_of(call: PreparedCall, emitter: Emitter, seed: int | None = None) -> Rules:
     """Return how the rows of a call get their tokens.
 
-    Args:
-        emitter: Emits the tokens.
-        seed: The seed of a request, which draws beside others; None for the default generator.
+    `seed` is that of a request, which draws beside others; None for the default generator.
     """
     where, processors = call.input_ids.device, RowProcessors(call.processors, call.num_rows)
     # An unknown class may draw random numbers. Then every draw keeps plain's order.
@@ -75,9 +73,7 @@ def rules_of(call: PreparedCall, emitter: Emitter, seed: int | None = None) -> R
 def choose_verifier(call: PreparedCall, emitter: Emitter, processes: Processes) -> Verifier:
     """Choose the verifier of a call: row by row if processors and criteria allow it, else lockstep.
 
-    Args:
-        emitter: Emits the tokens.
-        processes: Who decides if several processes run the model.
+    `processes` says who decides if several run the model.
     """
     where, rules = call.input_ids.device, rules_of(call, emitter)
     is_replayed = not call.do_sample or same_as_multinomial(where)

@@ -58,7 +58,7 @@ def add_to_call(
     Args:
         config: The settings of the text; a default length is lowered to the room there is.
         num_prompt: Tokens of the prompt.
-        tokenizer: Its tokenizer, or the processor that has it.
+        tokenizer: The model's tokenizer, or the processor that has it.
         limits: What is granted to a request.
 
     Raises:
@@ -244,9 +244,7 @@ class Together(CBGenerateManager):
 class Adding:
     """The queue as transformers' server sees it for the current request.
 
-    Args:
-        running: Has the queue.
-        config: The settings of the request's text.
+    `config` has the settings of the request's text.
     """
 
     def __init__(self, running: Running, model: Any, config: Any) -> None:

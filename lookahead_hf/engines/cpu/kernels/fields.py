@@ -83,7 +83,7 @@ TILE = 16
 """Rows of a tile; tokens of a tile; pairs of numbers of a tile."""
 
 COUNTER_STRIDE = 8
-"""int64 from one counter to the next, so that each has a line of a cache."""
+"""int64 numbers from one counter to the next: a cache line each, against false sharing."""
 
 
 def bits(number: float) -> int:
