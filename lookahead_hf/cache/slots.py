@@ -20,7 +20,7 @@ class Extent:
 
     Attributes:
         lengths: Tokens of each row that are kept, [rows] int64.
-        shown: Slots that the attention sees in every forward, None for those in use.
+        shown: Slots that the attention sees in every forward; None: the slots in use.
         starts: Lengths after the prompt, [rows], if all rows may be handed back where the slowest
             one is, so that each must keep what that row sees; else None.
     """
@@ -362,8 +362,8 @@ class SlotCache(Cache):
     ) -> None:
         """Append a layer with K and V, [rows, slots, heads, dim] each, to the group of a name.
 
-        `indexer_keys` are those of its indexer, and `of` is the layer of transformers that held
-        them, which may go on holding a state.
+        `indexer_keys` are the keys of its indexer. `of` is the layer of transformers that held all
+        these, and may go on holding a state.
         """
         group, stores = self.groups[name], Stores(keys, values, self.groups[name].dropped)
         index = None

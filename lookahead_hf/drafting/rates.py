@@ -1,4 +1,4 @@
-"""How often drafts are accepted, how long a source that fails rests, and what later calls find."""
+"""Learns how often drafts are accepted, lets poor sources rest, and keeps rates between calls."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class Rules:
         emitter: Emits the tokens.
         do_sample: Whether tokens are sampled; otherwise the likeliest is chosen.
         in_order: Whether the default generator itself draws, for tokens chosen in plain's order.
-        seed: Samples are those of plain after `manual_seed(seed)`; None: the default generator's.
+        seed: Samples are plain's after `manual_seed(seed)`; None: as the default generator draws.
         generators: What unknown processors and criteria of a request draw from.
         noise: What samples are chosen by, unless they are drawn in order.
     """
