@@ -96,9 +96,11 @@ def test_names_of_the_package_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_places_in_the_code_exist(page: Path) -> None:
     """A path may begin in the package. Names may follow it: "`rows.py`: `Rows`, `rows_of`"."""
-    for path, names in re.findall(r"`([\w/]+(?:/|\.\w+))`(:(?:,?\s`[\w.]+`)+)?", page.read_text()):
-        if "/" in path or path.endswith(".py"):
-            assert (PACKAGE / path).exists() or (ROOT / path).exists(), path
+    text = page.read_text()
+    for path in re.findall(r"\b(?:lookahead_hf|benchmarks|examples|tests)/[\w/.]*\w", text):
+        assert (ROOT / path).exists(), path
+    for path, names in re.findall(r"`((?:\w+/)+[\w.]*|\w+\.py)`(:(?:,?\s`[\w.]+`)+)?", text):
+        assert (PACKAGE / path).exists() or (ROOT / path).exists(), path
         module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         for name in re.findall(r"`([\w.]+)`", names):
             check_exists(f"lookahead_hf.{module}.{name}")
