@@ -53,11 +53,7 @@ class Purpose(Enum):
 def admit(model: Any, purpose: Purpose, cache: Any = None) -> None:
     """Raise Unserved if a model cannot be served, before transformers prepares a call on it.
 
-    This reads the facts of the model.
-
-    Args:
-        purpose: What it is to do.
-        cache: The caller's cache, if there is one.
+    This reads the facts of the model. `cache` is the caller's, if there is one.
     """
     if not compat.IS_TESTED:
         check_version()  # before anything of a version that nobody tried goes wrong

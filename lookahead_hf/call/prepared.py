@@ -170,10 +170,8 @@ def prompt_call(
 ) -> PreparedCall:
     """Return a call that reads a prompt outside of `generate`, as `generate` would prepare it.
 
-    Args:
-        input_ids: Prompt tokens, [rows, columns].
-        mask: 1 for attended tokens, [rows, columns]; None if all are.
-        **further: Further arguments of the model's forward, such as its encoder's outputs.
+    The mask, [rows, columns], may be None; `further` arguments of the model's forward are such as
+    its encoder's outputs.
     """
     names = compat.decoder_names(model)
     seen = torch.ones_like(input_ids) if mask is None else mask.long()

@@ -233,11 +233,8 @@ class RecurrentLayers:
     def __init__(self, model: nn.Module, cache: Any, num_rows: int, by_token: bool = False) -> None:
         """Prepare for one call.
 
-        Args:
-            cache: The cache that holds the states.
-            num_rows: Rows of the batch.
-            by_token: Whether every mixer gets a block's tokens one by one, so that a token's bits
-                do not depend on the draft.
+        With `by_token`, every mixer gets a block's tokens one by one, so that a token's bits do not
+        depend on the draft.
         """
         self._mixers: dict[int, Mixer] = {}
         for module in facts_of(model).mixers:

@@ -46,12 +46,9 @@ def run(
 ) -> Any:
     """Generate speculatively if the call asks for that, else call `original` with its arguments.
 
-    Args:
-        original: The model's `generate` as it would be without speculation, bound.
-        args: Positional arguments of the call.
-        kwargs: Keyword arguments of the call.
-        default: Decides if neither the call nor a generation config does.
-        by_name: Whether our own function was called, not a model's `generate`.
+    `original` is the model's `generate` as it would be without speculation, bound. `default`
+    decides if neither the call nor a generation config does; `by_name` says that our own function
+    was called, not a model's `generate`.
     """
     is_inner = "speculative" not in kwargs and not by_name and _is_decided(model, kwargs)
     if is_inner or isinstance(kwargs.get("custom_generate"), Strategy):

@@ -230,16 +230,9 @@ def engine_of(
 ) -> tuple[Engine, ContinuousBatchingConfig]:
     """Return an engine, and transformers' settings of continuous batching.
 
-    Args:
-        config: How to speculate.
-        asked: The options of the call.
-        generation_config: The settings of requests that do not say otherwise.
-        batching_config: transformers' settings of continuous batching.
-        hints: transformers' `WorkloadHints` of all requests, None if any number may come.
-
-    Raises:
-        Unserved: The run cannot be served.
-        ValueError: An argument has a value that is not allowed.
+    `generation_config` has the settings of requests that do not say otherwise; `hints` are
+    transformers' `WorkloadHints` of all requests, None if any number may come. Unserved if the run
+    cannot be served, ValueError for wrong arguments.
     """
     generation = copy.deepcopy(generation_config or model.generation_config)
     # transformers, too, looks into the generation config, though it warns of that.
@@ -268,8 +261,7 @@ def engine_of(
 def default_slots(model: Any, hints: Any) -> int:
     """Return how many texts to decode together if the caller does not say.
 
-    Args:
-        hints: transformers' `WorkloadHints` of the requests, None if it knows nothing.
+    `hints` are transformers' `WorkloadHints` of the requests, None if it knows nothing.
     """
     max_tokens = max(LEAST_ROOM, model.get_memory_footprint()) // bytes_per_token(model)
     longest = 1 if hints is None else hints.max_prompt_length + hints.max_generated_length

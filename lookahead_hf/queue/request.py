@@ -363,13 +363,7 @@ class RequestBuilder:
 def write_alone(
     model: Any, settings: dict[str, Any], seed: int, on_token: Callable[[], bool]
 ) -> list[int]:
-    """Return the new tokens of a request.
-
-    Args:
-        settings: The arguments that `RequestBuilder.settings` returns.
-        seed: The seed of the request.
-        on_token: Called after every token; returns whether to stop.
-    """
+    """Return the new tokens of a request; `on_token`, called after each, says whether to stop."""
 
     def given_up(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         return torch.full((len(input_ids),), on_token(), device=input_ids.device)

@@ -56,11 +56,8 @@ class Runner:
     ) -> None:
         """Prepare for one call.
 
-        Args:
-            num_rows: Rows of the batch.
-            shape: The shape of every block, None to fit each draft.
-            steps: How an engine computes the layers, None for their own code.
-            flat: Whether blocks are flat.
+        `shape` is that of every block, None to fit each draft; `steps` how an engine computes the
+        layers, None for their own code.
         """
         self.model = model
         self.num_rows = num_rows

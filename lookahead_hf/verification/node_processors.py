@@ -42,10 +42,7 @@ class NodeProcessors:
         ]
 
     def __call__(self, rows: Rows, draft: DraftTree, scores: torch.Tensor) -> torch.Tensor:
-        """Return the scores as plain's processors leave them after each node's own prefix.
-
-        They are [rows, width, vocab] float32, before and after.
-        """
+        """Return the scores, [rows, width, vocab] float32, as plain has them after each prefix."""
         nodes = _Nodes(rows, draft, scores)
         for processor, ignored in zip(self._processors, self._ignored, strict=True):
             if type(processor) is hf.RepetitionPenaltyLogitsProcessor:

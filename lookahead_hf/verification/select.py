@@ -71,10 +71,7 @@ def rules_of(call: PreparedCall, emitter: Emitter, seed: int | None = None) -> R
 
 
 def choose_verifier(call: PreparedCall, emitter: Emitter, processes: Processes) -> Verifier:
-    """Choose the verifier of a call: row by row if processors and criteria allow it, else lockstep.
-
-    `processes` says who decides if several run the model.
-    """
+    """Choose a call's verifier: by rows if processors and criteria allow it, else lockstep."""
     where, rules = call.input_ids.device, rules_of(call, emitter)
     is_replayed = not call.do_sample or same_as_multinomial(where)
     by_row = not (rules.processors.unserved() or emitter.stopping.unserved())

@@ -37,10 +37,8 @@ class DraftViews(NamedTuple):
 def pack(rows: Rows, draft: DraftTree, lengths: np.ndarray, width: int) -> np.ndarray:
     """Return a step's draft as one array, int64, of which `_views` are the fields.
 
-    Args:
-        draft: What is fed behind the last tokens.
-        lengths: Tokens of each row in the cache, [rows].
-        width: Tokens per row, padding included.
+    `lengths` are the tokens of each row in the cache, [rows]; `width` those per row, padding
+    included.
     """
     assert width <= MAX_WIDTH, "a token has one bit in the words of the others"
     packed = np.zeros(_size(rows.num_rows, width), np.int64)

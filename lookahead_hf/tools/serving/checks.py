@@ -292,14 +292,8 @@ _SCHEMAS: Mapping[str, type[BaseModel]] = {
 def check_fields(path: str, body: dict[str, Any], only_model: str, limits: Limits = USUAL) -> None:
     """Refuse fields that would be ignored or not understood; correct others.
 
-    Args:
-        body: The request, which loses tools that must not be called.
-        only_model: The model of the server.
-        limits: What a request may ask for.
-
-    Raises:
-        Refused: The request names another model.
-        ValueError: A field asks for something that the server does not do.
+    The body loses tools that must not be called. Refused if it names another model than the
+    server's, ValueError if a field asks for something that the server does not do.
     """
     for name, (neutral, fix) in REFUSED[path].items():
         value = body.get(name)
@@ -363,18 +357,7 @@ def length(body: Mapping[str, Any]) -> str | None:
 def take_requests(
     path: str, fields: dict[str, Any], config: SpeculativeConfig, only_model: str, limits: Limits
 ) -> tuple[list[tuple[ServedRequest, bytes]], int]:
-    """Return the requests for one text each with their bodies, and the number of prompts.
-
-    Args:
-        fields: The fields of the request.
-        config: The server's own configuration.
-        only_model: The model of the server.
-        limits: What a request may ask for.
-
-    Raises:
-        Refused: The request names another model.
-        ValueError: A field asks for something that the server does not do.
-    """
+    """Return requests for one text each with bodies, and the number of prompts; or refuse them."""
     check_fields(path, fields, only_model, limits)
     each = int(fields.pop("n", None) or 1)
     given = fields.pop("prompt", None) if path == COMPLETIONS else None

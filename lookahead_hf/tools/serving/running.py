@@ -55,14 +55,8 @@ def add_to_call(
 ) -> dict[str, list[Any]]:
     """Return the processors and criteria of a request by the names of `generate`'s arguments.
 
-    Args:
-        config: The settings of the text; a default length is lowered to the room there is.
-        num_prompt: Tokens of the prompt.
-        tokenizer: The model's tokenizer, or the processor that has it.
-        limits: What is granted to a request.
-
-    Raises:
-        ValueError: There is no room for its text.
+    A default length in `config`, the settings of its text, is lowered to the room that there is
+    behind the tokens of its prompt; ValueError if there is none.
     """
     _fit(request, config, num_prompt, model, limits)
     num_prompt = 1 if model.config.is_encoder_decoder else num_prompt
@@ -242,10 +236,7 @@ class Together(CBGenerateManager):
 
 
 class Adding:
-    """The queue as transformers' server sees it for the current request.
-
-    `config` has the settings of the request's text.
-    """
+    """The queue as transformers' server sees it for the current request, with its settings."""
 
     def __init__(self, running: Running, model: Any, config: Any) -> None:
         assert running.queue is not None

@@ -165,13 +165,8 @@ def take_schema(body: dict[str, Any]) -> str | None:
 def grammar_of(request: ServedRequest, prompt: Any, tokenizer: Any, seconds: float) -> Any:
     """Return the logits processor of a request's schema or tools.
 
-    Args:
-        prompt: The tokens of the prompt, [length] or [1, length].
-        tokenizer: The model's tokenizer, or the processor that has it.
-        seconds: The longest time to compile.
-
-    Raises:
-        ValueError: A schema cannot be compiled, or not in time, or xgrammar is not installed.
+    `prompt` are tokens, [length] or [1, length]. ValueError if a schema cannot be compiled, or not
+    in so many seconds, or xgrammar is not installed.
     """
     try:
         from lookahead_hf import structured

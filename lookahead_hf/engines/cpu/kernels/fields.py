@@ -79,11 +79,8 @@ SIDE_BY_SIDE = 6
 """Most tokens that a row of a weight is multiplied by at a time: as many sums as stay in registers.
 """
 
-TILE = 16
-"""Rows of a tile; tokens of a tile; pairs of numbers of a tile."""
-
-COUNTER_STRIDE = 8
-"""int64 numbers from one counter to the next: a cache line each, against false sharing."""
+TILE = 16  # Rows of a tile; tokens of a tile; pairs of numbers of a tile
+COUNTER_STRIDE = 8  # int64 from one counter to the next, so that each has a line of a cache
 
 
 def bits(number: float) -> int:
