@@ -1,4 +1,4 @@
-"""What the kernels take and return."""
+"""The data that kernels take and return."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class RowScan(NamedTuple):
     sums: torch.Tensor
 
 
-class Wanted(NamedTuple):
+class TopKCounts(NamedTuple):
     """How many entries `topk_rows` finds for which nodes of a step's trees.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Whether a model's own code may be replaced or captured: every such question is answered here.
+"""Answers every question of whether a model's own code may be replaced or captured.
 
 Reasons against it are values of `execution`, which the statistics show.
 """
@@ -93,7 +93,7 @@ _METHODS = {"generate", "generate_batch", "init_continuous_batching"}  # that `e
 _SKIPPED = frozenset({*vars(nn.Module()), *_METHODS, "generation_config", compat.ROPE_NOTE}) - {
     "training"
 }
-"""Attributes that are read as what they are, and those that `generate` reads and no forward."""
+"""Attributes that are read elsewhere, and attributes that `generate` reads but no forward."""
 
 _LAYOUT: tuple[Callable[[Any], Any], ...] = (
     attrgetter("__class__", "shape", "dtype", "is_cpu"),
@@ -293,7 +293,7 @@ class _Same:
 
 
 def addresses(tensor: torch.Tensor) -> list[tuple[Any, ...]]:
-    """Return where a tensor's numbers are, or those of the tensors that it wraps."""
+    """Return where the numbers of a tensor, or of the tensors that it wraps, are in memory."""
     if hasattr(tensor, "__tensor_flatten__"):  # quantised weights, for instance
         inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         return [address for each in inner for address in addresses(each)]

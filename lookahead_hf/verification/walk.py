@@ -94,7 +94,7 @@ class Rules:
     Attributes:
         processors: Logits processors and warpers, applied to a node with its own prefix.
         in_order: Whether the default generator itself draws, for tokens chosen in plain's order.
-        seed: Samples are those of plain after `manual_seed(seed)`; None: the default generator's.
+        seed: Samples are plain's after `manual_seed(seed)`; None: as the default generator draws.
         generators: What unknown processors and criteria of a request draw from.
     """
 
