@@ -134,6 +134,5 @@ def test_pools_of_two_workers_are_merged_though_one_was_killed(pool: Pool) -> No
 def test_check_finds_a_changed_bit(run: Run, pool: Pool) -> None:
     save("a", range(900))
     assert pool("check", "a") == {"file": "a", "intact": True}
-    assert run("pool", "check", "a").out == "a is intact\n"
     damage("a")
     assert "checksum" in run("pool", "check", "a", code=1).err
