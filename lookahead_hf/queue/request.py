@@ -270,6 +270,7 @@ class RequestBuilder:
         (call,) = calls
         check_settings(lambda name: _set_for_one(call.generation_config, name))
         admission.admit_call(call)
+        admission.warn_of_rounding(self.model)
         return call
 
     def rules(self, call: PreparedCall, seed: int, keeps_scores: bool = False) -> Rules:
