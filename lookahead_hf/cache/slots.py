@@ -16,16 +16,12 @@ from lookahead_hf.model.compat import HYBRID_LAYERS, Cache, DynamicLayer, EmptyL
 
 @dataclass(eq=False)
 class Extent:
-    """The slots of every row that are in use, and those that the attention reads.
-
-    Attributes:
-        shown: Slots that the attention sees in every forward, None for those in use.
-        starts: Lengths after the prompt, [rows], if all rows may be handed back where the slowest
-            one is, so that each must keep what that row sees; else None.
-    """
+    """The slots of every row that are in use, and those that the attention reads."""
 
     lengths: np.ndarray  # tokens of each row that are kept, [rows] int64
-    shown: int | None = None
+    shown: int | None = None  # slots that attention sees in every forward, None for those in use
+    # Lengths after the prompt, [rows], if all rows may be handed back where the slowest one is, so
+    # that each must keep what that row sees; else None.
     starts: np.ndarray | None = None
 
     @property

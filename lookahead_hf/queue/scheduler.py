@@ -38,22 +38,20 @@ class Engine:
 
     `session.decode` decodes them together. Every text is the one that `generate` writes for its
     prompt alone; see `request_seed` for samples. Threads may add and cancel requests meanwhile.
-
-    Attributes:
-        hand_out: Takes an output; returns whether anybody hears of its text.
-        pauses: Waits while the run is paused; returns whether it was.
-        changed: Held while requests and outputs change hands, and notified of it.
     """
 
     builder: RequestBuilder  # turns requests into calls of `generate`; it has checked the model
     max_slots: int  # most texts that are decoded together
     max_batch_tokens: int | None  # most tokens of a step, None for any number
     seed: int  # the seed of the run
+    # Takes an output; returns whether anybody hears of its text.
     hand_out: Callable[[GenerationOutput], bool] = lambda output: True
     stops: Callable[[], bool] = lambda: False  # returns whether to give up the requests in progress
+    # Waits while the run is paused; returns whether it was.
     pauses: Callable[[], bool] = lambda: False
     waiting: deque[QueuedRequest] = field(default_factory=deque)  # texts that have not begun
     taken: set[QueuedRequest] = field(default_factory=set)  # texts in progress
+    # Held while requests and outputs change hands, and notified of it
     changed: threading.Condition = field(default_factory=threading.Condition)
     _num_texts: int = 0
 

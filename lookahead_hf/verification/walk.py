@@ -68,15 +68,11 @@ class Verifier:
 
 
 class Choice(NamedTuple):
-    """What follows a node of a row.
-
-    Attributes:
-        stops: Whether the text ends with the token; None to ask the stopping criteria.
-    """
+    """What follows a node of a row."""
 
     token: int  # the next token
     child: int | None = None  # the child of the node with this token, None if there is none
-    stops: bool | None = None
+    stops: bool | None = None  # whether the text ends with the token; None to ask the criteria
 
 
 Decide = Callable[[int], Choice]  # Chooses what follows a node of one row
@@ -89,21 +85,14 @@ def reads_wait(device: torch.device) -> bool:
 
 @dataclass(eq=False, slots=True)
 class Rules:
-    """How tokens are chosen for a call's rows. A queued request is a one-row call in any row.
+    """How tokens are chosen for a call's rows. A queued request is a one-row call in any row."""
 
-    Attributes:
-        processors: Logits processors and warpers, applied to a node with its own prefix.
-        in_order: Whether the default generator itself draws, for tokens chosen in plain's order.
-        seed: Samples are those of plain after `manual_seed(seed)`; None: the default generator's.
-        generators: What unknown processors and criteria of a request draw from.
-    """
-
-    processors: RowProcessors
+    processors: RowProcessors  # processors and warpers, applied to a node with its own prefix
     emitter: Emitter  # emits the tokens
     do_sample: bool = False  # whether tokens are sampled; otherwise the likeliest is chosen
-    in_order: bool = False
-    seed: int | None = None
-    generators: OwnGenerators | None = None
+    in_order: bool = False  # whether the default generator draws, token by token in plain's order
+    seed: int | None = None  # samples are plain's after `manual_seed(seed)`, if there is one
+    generators: OwnGenerators | None = None  # what unknown parts of a request draw from
     noise: Noise | None = None  # what samples are chosen by, unless they are drawn in order
 
     @property
