@@ -158,7 +158,7 @@ class Rows:
 
     @property
     def num_columns(self) -> int:
-        """Generated columns that plain would hold by now: those that the slowest row has."""
+        """Generated columns that plain would hold by now: as many as the slowest row has."""
         going = self.num_emitted[self.live]
         return int(going.min() if len(going) else self.num_emitted.max(initial=0))
 

@@ -1,4 +1,4 @@
-"""What the tokens of one forward see: described once, and read in the form that a backend needs."""
+"""Describes once what the tokens of a forward see; each backend reads the form that it needs."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def is_read(mask: torch.Tensor | None) -> bool:
     return mask is not None and (not isinstance(mask, LazyMask) or mask.made is not None)
 
 
-class Held(NamedTuple):
+class HeldSlots(NamedTuple):
     """What the layers of one kind hold when a forward begins."""
 
     kind: MaskKind  # the kind of their masks
@@ -168,7 +168,7 @@ class Block:
     parents: Any  # index of each token's parent in its row, -1 for none, [rows, width] int64
     query: torch.Tensor  # columns of the tokens, [rows, width] int64
     pads: torch.Tensor  # columns of the prompt that a row does not attend, [rows] int64
-    held: Mapping[str, Held]  # what the layers hold, by the name of their masks' kind
+    held: Mapping[str, HeldSlots]  # what the layers hold, by the name of their masks' kind
     dtype: torch.dtype  # that of additive masks
     # Columns of the tokens in the slots, [rows, slots] int64, for a model that derives positions
     # from its cache; else None.
@@ -265,8 +265,10 @@ class Block:
             shown = shown & (key[:, None] >= least[:, :, None])
         return compat.additive_mask(shown, self.dtype)
 
-    def _with_block(self, held: Held, before: torch.Tensor, of_block: torch.Tensor) -> torch.Tensor:
-        """Return numbers of slots, [rows, visible], those of the block's slots put in."""
+    def _with_block(
+        self, held: HeldSlots, before: torch.Tensor, of_block: torch.Tensor
+    ) -> torch.Tensor:
+        """Return numbers of slots, [rows, visible], with the block's own in its slots."""
         at = held.lengths[:, None] + torch.arange(self.width, device=of_block.device)
         numbers = torch.cat([before[:, : held.visible], of_block], 1).scatter_(1, at, of_block)
         return numbers[:, : held.visible]

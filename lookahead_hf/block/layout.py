@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lookahead_hf.block.block import Block, Held, MaskKind, kernel_serves
+from lookahead_hf.block.block import Block, HeldSlots, MaskKind, kernel_serves
 from lookahead_hf.block.packed import PackedBlock, Run, runs_of
 from lookahead_hf.cache.slots import ColumnCache
 from lookahead_hf.draft import DraftTree, place_in_row
@@ -197,7 +197,7 @@ class BlockLayout:
         is_limited: bool,
         rows: slice = slice(None),
         counts: np.ndarray | None = None,
-    ) -> Held:
+    ) -> HeldSlots:
         """Return what rows with so many tokens each hold in the layers of one kind."""
         group = self._cache.slots.groups[kind.name]
         lengths = group.lengths[rows]
@@ -207,7 +207,7 @@ class BlockLayout:
             columns = self._on_device(self._cache.token_columns(group, visible)[rows])
         offsets = self._on_device((self._cache.pads + group.dropped)[rows])
         is_even = bool((lengths == lengths[0]).all())
-        return Held(kind, self._on_device(lengths), visible, offsets, columns, is_even, group)
+        return HeldSlots(kind, self._on_device(lengths), visible, offsets, columns, is_even, group)
 
     def _on_device(self, numbers: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(numbers).to(self._device)

@@ -85,7 +85,7 @@ def _grown(store: torch.Tensor, capacity: int) -> torch.Tensor:
 
 
 @dataclass(slots=True)
-class Block:
+class BlockPlaces:
     """Places where a forward writes its tokens, the same for every layer of a group."""
 
     span: slice | None  # of slots, where all rows write the same ones, else None
@@ -290,16 +290,16 @@ class SlotGroup:
         visible = max(used, self.extent.shown or 0)
         # Where shapes are fixed, rows of equal lengths take the same way as all others.
         if not is_flat and self.extent.shown is None and bool((lengths == lengths[0]).all()):
-            self.block = Block(slice(used - width, used), None, visible)
+            self.block = BlockPlaces(slice(used - width, used), None, visible)
             return
         first = np.arange(len(counts)) * self.capacity + lengths
         flat = np.repeat(first, counts) + place_in_row(np.concatenate([[0], counts.cumsum()]))
         self._slots_by_device.clear()
-        self.block = Block(None, torch.from_numpy(flat), visible)
+        self.block = BlockPlaces(None, torch.from_numpy(flat), visible)
 
     def place_at(self, slot_mapping: torch.Tensor, visible: int) -> None:
         """Put the next tokens into these slots, [rows * width] into [rows * capacity]."""
-        self.block = Block(None, slot_mapping, visible)
+        self.block = BlockPlaces(None, slot_mapping, visible)
         self._slots_by_device = {slot_mapping.device: slot_mapping}
 
     def drop_unseen(self, slots: int) -> None:
@@ -355,8 +355,8 @@ class SlotCache(Cache):
     ) -> None:
         """Append a layer with K and V, [rows, slots, heads, dim] each, to the group of a name.
 
-        `indexer_keys` are those of its indexer, and `of` is the layer of transformers that held
-        them, which may go on holding a state.
+        `indexer_keys` are the keys of its indexer. `of` is the layer of transformers that held all
+        these, and may go on holding a state.
         """
         group, stores = self.groups[name], Stores(keys, values, self.groups[name].dropped)
         index = None

@@ -1,4 +1,4 @@
-"""Which models, caches and arguments can be served, decided before the prompt is run."""
+"""Decides before the prompt is run whether a model, its cache and a call can be served."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class GenerateArguments:
     def __init__(
         self, model: Any, original: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> None:
-        """Raises TypeError if `original`, `generate` without us, does not take the arguments."""
+        """Read the arguments; TypeError if `original`, `generate` without us, refuses them."""
         self._model, self._original = model, original
         theirs = {name: value for name, value in kwargs.items() if name not in OURS}
         self._signature = inspect.signature(original)

@@ -1,4 +1,4 @@
-"""Finds what the core works without; nothing of it is imported before a call can use it."""
+"""Finds modules that the core works without; none is imported before a call can use it."""
 
 from __future__ import annotations
 

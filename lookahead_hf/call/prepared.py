@@ -112,7 +112,7 @@ class PreparedCall:
 
     @cached_property
     def passed(self) -> dict[str, Any]:
-        """Arguments that every step passes on; it sets those in `names`."""
+        """Arguments that every step passes on unchanged; it sets the ones in `names` anew."""
         ours = self.names.prepared | compat.PROMPT_ONLY
         given = self.model_kwargs.items()
         passed = {name: value for name, value in given if name not in ours and value is not None}

@@ -364,8 +364,8 @@ def learn_rates(
 ):  # fmt: skip
     """Count each tested node in all its buckets and update their rates.
 
-    After `memory` tests, a bucket forgets as much as it learns, and so follows the text. `counts`,
-    `gained` and `rates`, those of `Calibration`, change in place.
+    After `memory` tests, a bucket forgets as much as it learns, and so follows the text. The
+    `counts`, `gained` and `rates` of a `Calibration` change in place.
     """
     for node in range(len(outcome)):
         if outcome[node] < 0:

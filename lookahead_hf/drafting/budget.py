@@ -1,4 +1,4 @@
-"""The number of nodes to verify, what brings the most tokens per second, by measured costs."""
+"""Chooses how many nodes to verify: what brings the most tokens per second, by measured costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often drafts are accepted, how long a source that fails rests, and what later calls find."""
+"""Learns how often drafts are accepted, lets poor sources rest, and keeps rates between calls."""
 
 from __future__ import annotations
 
@@ -246,6 +246,7 @@ class ModelMemory:
 
 
 def memory_of(model: Any) -> ModelMemory:
+    """Return what drafting keeps of a model between calls."""
     return kept(model, ModelMemory, ModelMemory)
 
 

@@ -55,6 +55,7 @@ def take(session: Any, sources: Sequence[Drafter]) -> list[Drafter]:
 
 
 def release(sources: Sequence[Drafter]) -> None:
+    """Let other sessions use the sources."""
     with _lock:
         for source in sources:
             _users.pop(_key(source), None)

@@ -1,4 +1,4 @@
-"""Recurrent states: mixers in steps, and states that can go back."""
+"""Runs mixers with recurrent states in steps: a state waits until its tokens are kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernels take and return."""
+"""The data that kernels take and return."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class RowScan(NamedTuple):
     sums: torch.Tensor
 
 
-class Wanted(NamedTuple):
+class TopKCounts(NamedTuple):
     """How many entries `topk_rows` finds for which nodes of a step's trees."""
 
     # `TreeWalk.packed`, [rows, 2 + width] int64; all k are found where a path ends.

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class RowTimes:
-    """Time and fed tokens of the text in each row, which add up to those of the run.
+    """Time and fed tokens of the text in each row, which add up to the time and tokens of the run.
 
     What a step takes is shared equally by the texts in progress. If several of them share a prompt,
     the one that read it is charged for it.

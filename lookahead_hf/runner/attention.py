@@ -1,4 +1,4 @@
-"""Attention inside our forwards: grouped query heads as rows of one call, or our own kernel."""
+"""Attends in our forwards: by our kernel, or by torch with grouped query heads as rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lookahead_hf import kernels
-from lookahead_hf.block.block import Block, Held, kernel_serves, read_mask
+from lookahead_hf.block.block import Block, HeldSlots, kernel_serves, read_mask
 from lookahead_hf.block.packed import PackedBlock
 from lookahead_hf.model import compat
 from lookahead_hf.model.facts import facts_of
@@ -296,7 +296,7 @@ def _processors(device: torch.device) -> int:
 
 def attend_by_kernel(
     block: Block,
-    held: Held,
+    held: HeldSlots,
     query: torch.Tensor,  # [rows, heads, width, dim]
     key: torch.Tensor,  # [rows, kv_heads, slots, dim]
     value: torch.Tensor,  # [rows, kv_heads, slots, v_dim]

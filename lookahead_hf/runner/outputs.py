@@ -1,4 +1,4 @@
-"""The outputs of a step, their copies to the host, and what a device chooses its tokens from."""
+"""Outputs of a step, copies of them to the host, and the scores that a device chooses by."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who decodes a call: this process alone, or several."""
+"""Says who decodes a call: this process alone, or several."""
 
 from __future__ import annotations
 

@@ -138,6 +138,7 @@ def prior_rates() -> np.ndarray:
 
 
 def tree_of(growths: Sequence[Growth]) -> DraftTree:
+    """Join the drafts of the rows, with the distributions that nodes were drawn from."""
     drawn_from = [probs for growth in growths for probs in growth.drawn_from]
     tree = DraftTree.from_drafts(growths)
     return replace(tree, probs=torch.stack(drawn_from)) if drawn_from else tree

@@ -1,4 +1,4 @@
-"""Chooses how a call is verified."""
+"""Chooses how a call is verified, and the engine that runs its steps."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def alone(
 ) -> list[int]:
     """The tokens that plain `generate` writes for a prompt alone, with the seed of its request."""
     torch.manual_seed(request_seed(SEED, index))
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=model.device)
     config = copy.deepcopy(config)
     config.num_return_sequences = 1
     mask = torch.ones_like(ids)

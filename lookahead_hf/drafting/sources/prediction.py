@@ -205,8 +205,7 @@ MIN_SCORE = 1e-3
 
 
 class PredictionDrafter(Drafter):
-    """Proposes what the caller predicted: after an edit, from each place where the text may have
-    returned."""
+    """Proposes what the caller predicted; after an edit, from each place where it may go on."""
 
     name: ClassVar[str] = "prediction"
     traits = Traits(NUM_BUCKETS, np.maximum.outer(FIRST_RATES, LATER_RATES).ravel())

@@ -1,4 +1,4 @@
-"""What kernels work in: plans of a block's tokens, and buffers."""
+"""Plans of a block's tokens for the kernels, and the buffers that these work in."""
 
 from __future__ import annotations
 

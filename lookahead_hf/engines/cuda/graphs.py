@@ -274,7 +274,7 @@ class ModelGraphs:
             used.retire()
 
     def release(self) -> None:
-        """Free all sets, those in use when their calls end, and forget what failed."""
+        """Free all sets, also the ones in use once their calls end, and forget what failed."""
         with self._lock:
             idle = [each for each in self.sets if not each.is_used]
             self.sets, self._failed = [], {}

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from lookahead_hf import kernels
-from lookahead_hf.block.block import Block, Held, ancestor_words, is_read, kernel_serves
+from lookahead_hf.block.block import Block, HeldSlots, ancestor_words, is_read, kernel_serves
 from lookahead_hf.block.layout import PromptState, widened
 from lookahead_hf.cache.slots import ColumnCache, SlotGroup
 from lookahead_hf.draft import DraftTree
@@ -238,12 +238,12 @@ class StepFunction:
     def _groups(self) -> list[tuple[SlotGroup, GroupState]]:
         return [*zip(self._cache.slots.each_group(), self._state.groups, strict=True)]
 
-    def _hold(self, draft: DraftViews, visible: int) -> dict[str, Held]:
+    def _hold(self, draft: DraftViews, visible: int) -> dict[str, HeldSlots]:
         """Place the block in every group of layers; return what they hold, by kind of mask."""
         rows, width = draft.tokens.shape
         place = torch.arange(width, device=draft.tokens.device)
         row = torch.arange(rows, device=place.device)[:, None]
-        held = dict[str, Held]()
+        held = dict[str, HeldSlots]()
         for group, part in self._groups:
             lengths, seen = _lengths(group, part, draft), min(visible, group.capacity)
             flat = row * group.capacity + lengths[:, None] + place
@@ -252,7 +252,7 @@ class StepFunction:
             for kind in self._kinds:
                 if self._cache.slots.groups[kind.name] is group:
                     columns = part.columns if kind.is_limited else None
-                    held[kind.name] = Held(kind, lengths, seen, pads, columns)
+                    held[kind.name] = HeldSlots(kind, lengths, seen, pads, columns)
         return {kind.name: held[kind.name] for kind in self._kinds}
 
 

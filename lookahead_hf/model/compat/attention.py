@@ -155,7 +155,7 @@ def window(model: nn.Module) -> int | None:
 def takes_mask_dict(model: nn.Module) -> bool:
     """Return whether the decoder accepts a dict of masks by layer type.
 
-    All of transformers do that have layer types, but those without any attention.
+    All decoders of transformers with layer types do, except the ones without any attention.
     """
     return not set(getattr(text_config(model), "layer_types", None) or ()) <= WITHOUT_ATTENTION
 

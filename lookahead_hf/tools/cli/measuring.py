@@ -145,6 +145,7 @@ def until_end(row: list[int], end_ids: frozenset[int]) -> tuple[int, ...]:
 
 
 def end_tokens(model: Any) -> frozenset[int]:
+    """Return the ids of a model's end tokens."""
     ids = model.generation_config.eos_token_id
     return frozenset([ids] if isinstance(ids, int) else ids or ())
 

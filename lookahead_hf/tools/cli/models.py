@@ -69,6 +69,7 @@ def wait_for_functions(screen: Screen, groups: Sequence[Functions]) -> None:
 
 
 def warm_up(screen: Screen, model: Any) -> None:
+    """Warm a model up before its first timed call, and say so."""
     with screen.task("warming up: compiling and measuring, some seconds"):
         lookahead_hf.warm_up(model)
 

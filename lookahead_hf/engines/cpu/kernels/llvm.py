@@ -58,6 +58,7 @@ def bytes_of(kind: Any) -> int:
 
 
 def int64(number: int) -> Any:
+    """Return an int64 constant of LLVM."""
     return ir.Constant(I64, number)
 
 
@@ -68,10 +69,12 @@ def pointer_at(builder: Any, address: Any, offset: Any, size: int, kind: Any) ->
 
 
 def vector_of(kind: Any, lanes: int = LANES) -> Any:
+    """Return the type of vectors in LLVM."""
     return ir.VectorType(kind, lanes)
 
 
 def declared(builder: Any, result: Any, arguments: list[Any], name: str) -> Any:
+    """Return a function of another library or of LLVM, declared if it is new."""
     return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
 
 
@@ -120,17 +123,20 @@ def load_pairs(builder: Any, address: Any, offset: Any, kind: Any, rest: Any = N
 
 
 def fma(builder: Any, a: Any, b: Any, total: Any) -> Any:
+    """Return `a * b + total` in every lane, rounded once."""
     name = f"llvm.fma.v{total.type.count}f32"
     function = declared(builder, total.type, [total.type] * 3, name)
     return builder.call(function, (a, b, total))
 
 
 def add_pairs(builder: Any, a: Any, b: Any, total: Any) -> Any:
+    """Add to each lane of `total` the two products of a pair of lanes."""
     kinds, name = [total.type, a.type, b.type], "llvm.x86.avx512bf16.dpbf16ps.512"
     return builder.call(declared(builder, total.type, kinds, name), (total, a, b))
 
 
 def shuffle(builder: Any, a: Any, b: Any, places: list[int]) -> Any:
+    """Return the lanes of two vectors, counted one after the other, at these places."""
     return builder.shuffle_vector(a, b, ir.Constant(vector_of(I32, len(places)), places))
 
 

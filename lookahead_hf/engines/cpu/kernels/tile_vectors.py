@@ -1,4 +1,4 @@
-"""What goes around products of tiles, in vectors of 16 numbers: packing, and attention's weights.
+"""Vector code around products of tiles: packing, and attention's weights.
 
 The sums that vectors add up here have the order of those of tiles.
 """

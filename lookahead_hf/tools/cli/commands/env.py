@@ -98,6 +98,7 @@ def COMPILE(arguments: SimpleNamespace, screen: Screen) -> None:
 
 
 def versions() -> dict[str, str]:
+    """Return the versions of Python, the system and the packages that matter."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
     for package in _PACKAGES:
         try:
