@@ -225,10 +225,7 @@ class Block:
 
     @cached_property
     def words(self) -> torch.Tensor:
-        """A word per token, bit j set if it sees token j of its row's block: [rows, width] int64.
-
-        There are at most 64 tokens per row.
-        """
+        """A word per token, with bits for tokens of its row that it sees, [rows, width] int64."""
         if self.given_words is not None:
             return self.given_words
         return torch.from_numpy(ancestor_words(self.parents)).to(self.query.device)

@@ -26,10 +26,7 @@ tokens, take 1 to 2 % less time with 40 than with 10, and no less with 120."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """Adjacent rows of the cache that attend in one call.
-
-    Rows with fewer tokens than others repeat their last token as padding.
-    """
+    """Adjacent rows that attend in one call, short ones padded by their last token."""
 
     rows: slice
     tokens: slice  # their tokens in the block, row after row

@@ -36,10 +36,7 @@ class RequestedOutputs:
     def __init__(
         self, generation_config: Any, num_rows: int, encoder_outputs: Any | None = None
     ) -> None:
-        """Read from a prepared generation config what to keep.
-
-        `encoder_outputs` is None for a model without an encoder.
-        """
+        """Read from a prepared generation config what to keep, also of an encoder, if any."""
         c = generation_config
         returned = bool(c.return_dict_in_generate)
         chosen = {"scores": returned and c.output_scores, "logits": returned and c.output_logits}

@@ -76,10 +76,7 @@ class Engine:
             self.changed.notify_all()
 
     def cancel(self, name: str) -> None:
-        """Cancel the texts of a request by its id, or one text by the id of its result.
-
-        Nothing more is handed out of them.
-        """
+        """Cancel a request with all of its texts, or one text by its id; no output follows."""
         with self.changed:
             for job in (*self.waiting, *self.taken):
                 job.is_cancelled |= name in job.names

@@ -105,10 +105,7 @@ def current() -> ForwardContext | None:
 
 @contextmanager
 def running(context: ForwardContext, device: torch.device) -> Iterator[None]:
-    """Run a forward of ours inside, on this thread.
-
-    On CUDA it does without cuDNN, which builds a plan for every new length of the cache.
-    """
+    """Run a forward inside, without cuDNN, which plans for every length of the cache."""
     outer = _thread.context
     _thread.context = context
     try:

@@ -335,10 +335,7 @@ Entry = tuple[int, int]  # A source and a bucket
 
 
 class Refinement(RowDraft):
-    """The nodes of one row while they are pruned and grown.
-
-    The score of a node is its chance after its parent, 0 if the grammar forbids it.
-    """
+    """A row's nodes while they are pruned and grown, scored by their chance after a parent."""
 
     def __init__(self, tree: DraftTree, row: int, source: int, rates: np.ndarray) -> None:
         """Begin with the nodes of a row; the drafter is number `source`, with `rates` by bucket."""

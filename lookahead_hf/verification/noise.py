@@ -212,10 +212,7 @@ class Noise:
         self._replay = Replay(generator, begin)
 
     def block(self, step: int) -> torch.Tensor:
-        """Return the noise that plain draws at a step, [rows, vocab] float32; do not write to it.
-
-        Step 0 is the one that follows the prefill.
-        """
+        """Return plain's noise at a step, 0 after the prefill, [rows, vocab] float32; read only."""
         if step not in self._blocks:
             self._go_to(step)
             self._draw()

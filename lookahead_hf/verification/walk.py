@@ -285,10 +285,7 @@ class Walk(Verifier):
         return self._walk(rows, self._decide_step(self.rules_of, rows, draft, logits))
 
     def _walk(self, rows: Rows, decider: Callable[[int], Decide]) -> Verdict:
-        """Walk down the tree of every live row, each by its own function.
-
-        An exception ends the text of its row in a queue, and the call in a batch.
-        """
+        """Walk down every live row's tree; an error ends the text in a queue, else the call."""
         live = rows.live
         tokens: list[list[int]] = [[] for _ in range(rows.num_rows)]
         paths: list[list[int]] = [[] for _ in range(rows.num_rows)]

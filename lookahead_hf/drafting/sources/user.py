@@ -29,11 +29,7 @@ class UserDrafter(Drafter):
     """Wraps a user's object that has `propose` and perhaps other members of a `Drafter`."""
 
     def __init__(self, drafter: Any, vocab_size: int | None = None, draws: bool = True) -> None:
-        """Read the object's name and traits once.
-
-        Probabilities are checked only if rejection sampling `draws`. Errors of the object
-        propagate.
-        """
+        """Read name and traits once; rejection sampling (`draws`) needs checked probabilities."""
         self.wrapped = drafter
         self._vocab_size, self._draws = vocab_size, draws
         self.name = drafter_name(drafter)  # type: ignore[misc]

@@ -123,10 +123,7 @@ def _gathers_experts(model: Any) -> bool:
 
 
 def has_own_generate(model: Any) -> bool:
-    """Return whether the model's class has a `generate` of its own.
-
-    It may change settings, and may pass the call to a part of the model.
-    """
+    """Return whether a model's class has a `generate`, which may change settings or model."""
     return bool(type(model).generate is not GenerationMixin.generate)
 
 
