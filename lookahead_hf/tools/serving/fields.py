@@ -75,6 +75,7 @@ def as_error(answer: bytes) -> bytes:
 OF_THE_SERVER = {
     "pool": "start the server with --pool FILE",
     "learn": 'start the server with --config \'{"pool": FILE, "learn": true}\'',
+    "path": 'start the server with --config \'{"options": {"medusa": {"path": FILE}}, ...}\'',
 }
 """Fields, and options of drafters, that requests cannot set: they open files or share texts."""
 

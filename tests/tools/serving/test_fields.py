@@ -54,6 +54,11 @@ def test_a_prediction_is_a_string_or_parts(content: Any) -> None:
         ("speculative", {"speed": 2}, "known: drafters, max_draft_nodes"),
         ("speculative", {"pool": "/etc/passwd"}, "--pool FILE"),
         ("speculative", {"learn": True}, '"learn": true'),
+        (
+            "speculative",
+            {"drafters": "medusa", "options": {"medusa": {"path": "/etc/passwd"}}},
+            '"medusa": {"path": FILE}',
+        ),
         ("prediction", "text", "prediction='text' is not served: Input should be a valid dict"),
         ("prediction", {"type": "content"}, "content is missing"),
         ("prediction", {"type": "content", "content": [{"type": "image"}]}, "should be 'text'"),
