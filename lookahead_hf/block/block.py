@@ -28,14 +28,10 @@ _OF_SHAPE = frozenset(
 
 
 class LazyMask(torch.Tensor):
-    """A mask that is built when a function of torch first reads it.
-
-    Attributes:
-        made: The mask, None before that.
-    """
+    """A mask that is built when a function of torch first reads it."""
 
     _make: Callable[[], torch.Tensor]
-    made: torch.Tensor | None
+    made: torch.Tensor | None  # the mask, None before that
     _changes: int  # of the mask when it was made
 
     @staticmethod

@@ -13,12 +13,9 @@ class Grammar(Protocol):
 
     It starts before the first generated token. It decides no token: a wrong answer costs speed,
     never the text.
-
-    Attributes:
-        vocabulary: The key of the tokenizer; grammars with the same key share its texts.
     """
 
-    vocabulary: str
+    vocabulary: str  # the key of the tokenizer; grammars with the same key share its texts
 
     def texts(self) -> Sequence[bytes] | None:
         """Return the bytes of every token id, None if they are unknown."""

@@ -86,16 +86,12 @@ class SavedGenerator:
 
 
 class Replay:
-    """A generator that can return to the state before any of its draws.
-
-    Attributes:
-        at: Draws before the present state.
-    """
+    """A generator that can return to the state before any of its draws."""
 
     def __init__(self, generator: torch.Generator, begin: torch.Tensor) -> None:
         self.generator = generator
         self.generator.set_state(begin)
-        self.at = 0
+        self.at = 0  # draws before the present state
         self._states = [begin]  # of every `_CHECKPOINT` draws
 
     def back_to(self, draw: int) -> None:

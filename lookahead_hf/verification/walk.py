@@ -22,13 +22,9 @@ from lookahead_hf.verification.noise import Noise, OwnGenerators, refuse_unless
 
 
 class Verifier:
-    """Decides which draft tokens are accepted, and emits the tokens of each step.
+    """Decides which draft tokens are accepted, and emits the tokens of each step."""
 
-    Attributes:
-        name: The engine's name in statistics.
-    """
-
-    name = ""
+    name = ""  # the engine's name in statistics
 
     def __init__(self, processes: Processes | None = None) -> None:
         """`processes`: who decides if several of them run the model."""

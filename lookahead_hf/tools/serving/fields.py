@@ -145,15 +145,11 @@ STOPPING = "the server is stopping: ask again later"
 
 
 class Live:
-    """The requests of a server that are not answered yet.
-
-    Attributes:
-        is_ending: Whether no more are served.
-    """
+    """The requests of a server that are not answered yet."""
 
     def __init__(self) -> None:
         self.requests: set[ServedRequest] = set()
-        self.is_ending = False
+        self.is_ending = False  # whether no more are served
 
     def end(self) -> None:
         """End all requests, also from a handler of a signal."""
