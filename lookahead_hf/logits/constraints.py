@@ -32,8 +32,7 @@ class Constraint:
         """Leave the caller's processor as plain generation leaves it, if its class is known.
 
         `ids` are the prompts as plain generation holds them, [rows, columns]; `scores`, [rows,
-        vocab] float32, are overwritten; `texts` are the tokens of each row that the processor would
-        have seen.
+        vocab] float32, are overwritten; `texts` are the tokens that it would have been shown.
         """
         if self.advance is None:
             return

@@ -185,8 +185,7 @@ class RequestBuilder:
     def settings(self, job: QueuedRequest) -> dict[str, Any]:
         """Return the arguments of the call of `generate` that writes the text of a job.
 
-        ValueError if the prompt is no list of token ids, or a setting is unknown or the same for
-        the whole run.
+        ValueError if the prompt is no list of token ids, or a setting is unknown or the run's.
         """
         state, config = job.state, copy.deepcopy(self.generation_config)
         prompt = state.initial_tokens

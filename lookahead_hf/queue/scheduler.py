@@ -267,8 +267,7 @@ class Prompts:
     def renew(self) -> None:
         """Go on with weights that may have changed.
 
-        Texts go on with what they hold, which no other text may copy; prompts that are being read
-        begin again.
+        Texts go on with what they hold, which none may copy; prompts in the middle begin again.
         """
         self._runner.renew()
         self._held.clear()

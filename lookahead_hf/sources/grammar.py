@@ -423,8 +423,7 @@ class _Row:
 class GrammarDrafter(Refiner):
     """Refines the draft of all other sources by the grammar that each text has to obey.
 
-    It proposes nothing alone: a text that a grammar forces often begins where another source's
-    guess ends.
+    It proposes nothing alone: forced text often begins where another source's guess ends.
     """
 
     name: ClassVar[str] = "grammar"

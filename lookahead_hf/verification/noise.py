@@ -231,8 +231,7 @@ class Noise:
     def pick(self, probs: torch.Tensor, row: int, step: int) -> int:
         """Return the token that plain picks for a row with these probabilities, [vocab], at a step.
 
-        This copies to the host once. RuntimeError, with torch's own message, if they are not
-        finite.
+        This copies to the host once. RuntimeError, as of torch, if they are not finite.
         """
         best = (probs / self.block(step)[row]).max(-1)
         ratio, token = torch.stack([best.values.double(), best.indices.double()]).tolist()

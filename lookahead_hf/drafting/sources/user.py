@@ -80,8 +80,7 @@ class UserDrafter(Drafter):
 def checked(tree: Any, num_rows: int, num_buckets: int) -> DraftTree:
     """Return a user's tree with arrays of the right types; `depth` and `score` are not read.
 
-    Unknown token ids are no error: merging drops them. ValueError if the parts of the tree do not
-    fit.
+    Unknown token ids are no error: merging drops them. ValueError if parts of it do not fit.
     """
     if not isinstance(tree, DraftTree):
         raise ValueError(f"propose() must return a DraftTree, not {type(tree).__name__}")
