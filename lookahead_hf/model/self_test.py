@@ -34,8 +34,7 @@ TOLERANCE, TOLERANCE_HALF = 0.01, 0.15
 """Largest difference allowed, in standard deviations of the logits; a wrong mask gives about 1."""
 
 TOLERANCE_CHAINS = 1e-3
-"""The same for a model with recurrent states. Rounding gives about 1e-5, an ignored state 2e-2 in a
-tiny Jamba."""
+"""The same for recurrent states. In a tiny Jamba rounding gives 1e-5, an ignored state 2e-2."""
 
 TREES = ((2, 0), (1, 2))
 """Right tokens in the drafts of two rows, step by step; a wrong token is drafted beside them."""
@@ -90,8 +89,7 @@ def _kind(model: Any, key: Hashable) -> Hashable | None:
 def fault(model: Any, is_flat: bool) -> str:
     """Run the self test of a model; return the fault, empty for none.
 
-    Exceptions count, since a call would meet them too; lack of memory and failures of the system
-    are raised.
+    Exceptions count, as a call would meet them too; lack of memory and system errors are raised.
     """
     name = type(model).__name__
     try:

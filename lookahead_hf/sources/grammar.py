@@ -335,10 +335,7 @@ Entry = tuple[int, int]  # A source and a bucket
 
 
 class Refinement(RowDraft):
-    """The nodes of one row while they are pruned and grown.
-
-    The score of a node is its chance after its parent, 0 if the grammar forbids it.
-    """
+    """A row's nodes while they are pruned and grown, scored by their chance after a parent."""
 
     def __init__(self, tree: DraftTree, row: int, source: int, rates: np.ndarray) -> None:
         """Begin with the nodes of a row; the drafter is number `source`, with `rates` by bucket."""
@@ -426,8 +423,7 @@ class _Row:
 class GrammarDrafter(Refiner):
     """Refines the draft of all other sources by the grammar that each text has to obey.
 
-    It proposes nothing alone: a text that a grammar forces often begins where another source's
-    guess ends.
+    It proposes nothing alone: forced text often begins where another source's guess ends.
     """
 
     name: ClassVar[str] = "grammar"

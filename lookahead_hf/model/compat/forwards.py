@@ -346,10 +346,7 @@ _SELECTS_LONG_FACTORS = version.parse(transformers.__version__) >= version.parse
 
 
 def reads_lengths(model: nn.Module) -> bool:
-    """Return whether a forward reads the longest position back, which no graph can capture.
-
-    Since 5.23, long factors no longer do.
-    """
+    """Return whether a forward reads the longest position back, which no graph captures."""
     kinds = set(rope_limits(model))
     return bool(kinds - {"longrope"} if _SELECTS_LONG_FACTORS else kinds)
 

@@ -68,10 +68,7 @@ REFUSED: Mapping[str, Mapping[str, tuple[tuple[Any, ...], str]]] = {
 
 
 def parsed(body: bytes) -> dict[str, Any]:
-    """Return the fields of a request.
-
-    ValueError if it is no object of JSON, in which numbers are finite and texts are Unicode.
-    """
+    """Return a request's fields; ValueError if it is no object of finite, Unicode JSON."""
 
     def refuse(name: str) -> float:
         raise ValueError(f"{name} is no number of JSON")
@@ -323,10 +320,7 @@ def check_model(model: Any, only_model: str) -> None:
 
 
 def samples(body: Mapping[str, Any]) -> bool:
-    """Return whether a request asks for a sample.
-
-    transformers' server sets the temperature, and a model that is greedy by default ignores it.
-    """
+    """Return whether a request asks for a sample, which a greedy model would not give."""
     temperature, top_p = body.get("temperature"), body.get("top_p")
     if body.get("generation_config") is not None or temperature == 0:
         return False
