@@ -85,11 +85,7 @@ def COMMAND(
     import typer
     from transformers.cli.serve import Serve
 
-    from lookahead_hf.tools.serving.server import (
-        UnknownServerError,
-        ending_at_once,
-        speculating,
-    )
+    from lookahead_hf.tools.serving.server import UnknownServerError, ending_at_once, speculating
 
     program = typer.Typer(add_completion=False)
     program.command()(Serve)
