@@ -248,11 +248,8 @@ def enabled(model: _Model) -> Iterator[_Model]:
 _everywhere: Callable[..., Any] | None = None
 """The function that `enable_everywhere` put into `GenerationMixin`, None while it is off."""
 
-_default: Any = None
-"""The default of models that are reached through it."""
-
-_reached: WeakSet[Any] = WeakSet()
-"""Models that were called through it."""
+_default: Any = None  # The default of models that are reached through it
+_reached: WeakSet[Any] = WeakSet()  # Models that were called through it
 
 
 def enable_everywhere(default: Any = None) -> None:

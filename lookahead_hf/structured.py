@@ -39,8 +39,7 @@ _FORBIDDEN = (
     "or settings such as min_new_tokens and no_repeat_ngram_size, leave none of what may"
 )
 
-_KEPT_BYTES = 1 << 28
-"""Size of the compiled grammars that are kept for a tokenizer."""
+_KEPT_BYTES = 1 << 28  # Size of the compiled grammars that are kept for a tokenizer
 
 _compilers: WeakKeyDictionary[Any, tuple[Any, Any, Any]] = WeakKeyDictionary()
 """What each tokenizer was when its compiler was made, the compiler, and xgrammar's description."""

@@ -32,8 +32,7 @@ from lookahead_hf.verification import select
 REPEATS = 5
 """Measurements of each size; one if an earlier process has measured it and time is limited."""
 
-SECONDS = 10.0
-"""Most time that warming up takes, apart from completing a part that has begun."""
+SECONDS = 10.0  # Most time that warming up takes, apart from completing a part that has begun
 
 logger = logging.getLogger(__name__)
 

@@ -45,7 +45,7 @@ class GenerateArguments:
     def __init__(
         self, model: Any, original: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> None:
-        """Raises TypeError if `original`, `generate` without us, does not take the arguments."""
+        """Read the arguments; TypeError if `original`, `generate` without us, refuses them."""
         self._model, self._original = model, original
         theirs = {name: value for name, value in kwargs.items() if name not in OURS}
         self._signature = inspect.signature(original)
@@ -73,11 +73,9 @@ class GenerateArguments:
         return passed, getattr(self._model, "generation_config", None)
 
     def check_conflicts(self, speculative: Any, is_default: bool) -> None:
-        """Raise an error where the call asks for another decoding strategy too.
+        """Raise ValueError where the call asks for another decoding strategy too.
 
-        Raises:
-            ValueError: The caller asks for both.
-            Unserved: Only a default of the process or of `enable` asks for speculation.
+        It is Unserved where only a default of the process or of `enable` asks for speculation.
         """
         for name in CONFLICTS:
             value = self.setting(name)
@@ -164,17 +162,10 @@ def check_name(
     theirs: set[str],
     elsewhere: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Check an argument that a function of transformers does not know.
+    """Raise ValueError if an unknown argument's name resembles one that a function takes.
 
-    Args:
-        function: The function's name.
-        name: The argument's name.
-        own: Arguments that this library adds to the function.
-        theirs: The function's other arguments.
-        elsewhere: Further names that may be meant, and what to do instead.
-
-    Raises:
-        ValueError: The name resembles an argument or option of this library.
+    `own` are the arguments that this library adds to the function, `theirs` its other ones, and
+    `elsewhere` further names that may be meant, with what to do instead.
     """
     options = [each.name for each in fields(SpeculativeConfig)]
     known = {*own, *options, *theirs, *elsewhere}

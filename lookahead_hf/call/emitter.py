@@ -36,12 +36,9 @@ class RequestedOutputs:
     def __init__(
         self, generation_config: Any, num_rows: int, encoder_outputs: Any | None = None
     ) -> None:
-        """Read from a generation config what to keep.
+        """Read from a prepared generation config what to keep.
 
-        Args:
-            generation_config: As prepared by `generate`.
-            num_rows: Rows of the batch.
-            encoder_outputs: The encoder's outputs, None for a model without an encoder.
+        `encoder_outputs` is None for a model without an encoder.
         """
         c = generation_config
         returned = bool(c.return_dict_in_generate)
@@ -77,13 +74,7 @@ class RequestedOutputs:
             self._prefill = getattr(outputs, self._name)
 
     def observe(self, row: int, tokens: list[int], outputs: Any) -> None:
-        """Keep a forward's hidden states of the tokens that a row keeps.
-
-        Args:
-            row: The row.
-            tokens: Places of these tokens in the block, root first.
-            outputs: The forward's outputs.
-        """
+        """Keep a forward's hidden states of a row's kept tokens, places in the block."""
         layers = getattr(outputs, self._name)
         for at in (slice(token, token + 1) for token in tokens):
             self._states[row].append(tuple(states[..., row, at, :].clone() for states in layers))

@@ -153,10 +153,7 @@ class Tracer:
         self._steps.append(_Step(kept, verdict.of_text, end_ms, dict(self._spent)))
 
     def finish(self, rows: Rows, sources: Sequence[str]) -> Trace:
-        """Return the trace of texts, which the caller's processors may have edited.
-
-        `sources` names the sources in the order of the drafts' evidence.
-        """
+        """Return the trace of texts, given the sources in the order of the drafts' evidence."""
         begins = np.zeros(rows.num_rows, np.int64)
         before, spent = 0.0, dict.fromkeys(self._spent, 0.0)
         steps = []

@@ -30,10 +30,7 @@ if TYPE_CHECKING:
 
 
 def finish_cache(session: BatchSession, columns: int) -> Any:
-    """Leave cache, outputs and other processes as plain does after so many generated columns.
-
-    Returns the cache, None if the caller does not see it.
-    """
+    """Leave everything as plain does after so many columns; return the cache if it is shown."""
     returned, processes = session.call.returns_cache, session.processes
     vocab = compat.text_config(session.call.model).vocab_size
     raises = not 0 <= (session.call.pad or 0) < vocab  # as plain does where it feeds such a pad

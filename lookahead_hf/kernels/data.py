@@ -1,4 +1,4 @@
-"""What the kernels take and return."""
+"""The data that kernels take and return."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 MAX_ATTENTION_NODES = 64
 """Nodes of a row in `tree_attention`, node 0 included: one bit each in the ancestor words."""
 
-MAX_HEAD_DIM = 256
-"""Largest head of `tree_attention`."""
+MAX_HEAD_DIM = 256  # Largest head of `tree_attention`
 
 
 class PathTable:
@@ -93,32 +92,25 @@ class RowScan(NamedTuple):
     sums: torch.Tensor
 
 
-class Wanted(NamedTuple):
+class TopKCounts(NamedTuple):
     """How many entries `topk_rows` finds for which nodes of a step's trees.
 
     Attributes:
         walk: `TreeWalk.packed`, [rows, 2 + width] int64; all k are found where a path ends.
         num_nodes: Drafted nodes of each row, behind which there is padding, [rows] integers.
-        few: Entries to find at all other nodes, at most k.
     """
 
     walk: torch.Tensor
     num_nodes: torch.Tensor
-    few: int
+    few: int  # entries to find at all other nodes, at most k
 
 
 class TopRows(NamedTuple):
-    """The best entries of every row.
+    """The best entries of every row."""
 
-    Attributes:
-        values: Best first, [rows, k] float32.
-        ids: Their token ids, [rows, k] int64.
-        log_sum: `logsumexp` of the whole row, [rows] float32.
-    """
-
-    values: torch.Tensor
-    ids: torch.Tensor
-    log_sum: torch.Tensor
+    values: torch.Tensor  # best first, [rows, k] float32
+    ids: torch.Tensor  # their token ids, [rows, k] int64
+    log_sum: torch.Tensor  # `logsumexp` of the whole row, [rows] float32
 
 
 class TreeWalk(NamedTuple):
@@ -133,12 +125,11 @@ class TreeWalk(NamedTuple):
             that the host needs.
         best: Token chosen at each node, -1 where a row has no such node, [rows, 1 + nodes] int64;
             None where tokens are not chosen at every node.
-        scan: A kernel's pass over the scores, if it was to be kept.
     """
 
     packed: torch.Tensor
     best: torch.Tensor | None = None
-    scan: RowScan | None = None
+    scan: RowScan | None = None  # a kernel's pass over the scores, if it was to be kept
 
     @property
     def num_accepted(self) -> torch.Tensor:

@@ -179,8 +179,7 @@ class XGrammar:
         return self._matcher.is_terminated()
 
 
-_END = -1
-"""The state after the stop token, which an index has no number for."""
+_END = -1  # The state after the stop token, which an index has no number for
 
 
 class OutlinesCore:

@@ -46,18 +46,12 @@ logger = logging.getLogger(__name__)
 
 
 def refusal(model: Any, is_flat: bool = False) -> tuple[str, str]:
-    """Return why draft trees over ragged rows give other logits than plain forwards.
+    """Return why draft trees over ragged rows give other logits than plain forwards, and a remedy.
 
-    Types in `TRIED` are trusted if transformers' own methods run them and every layer of the cache
-    has one place. Any other model is tested once for each of its numerics, with ten forwards over a
-    dozen tokens. A fault that hooks may have caused is not remembered.
-
-    Args:
-        model: The target.
-        is_flat: Whether the blocks are flat; see `block.packed`.
-
-    Returns:
-        The fault, and what to do about it; each may be empty.
+    Both may be empty. Types in `TRIED` are trusted if transformers' own methods run them and every
+    layer of the cache has one place. Any other model is tested once for each of its numerics, with
+    ten forwards over a dozen tokens, in flat blocks if asked. A fault that hooks may have caused is
+    not remembered.
     """
     if compat.text_config(model).model_type in TRIED and facts_of(model).is_stock:
         return "", ""
@@ -125,12 +119,8 @@ def _differs_by(model: Any, is_flat: bool) -> float:
 def _plain_by_steps(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return the plain logits behind a prompt, [rows, tokens, vocab], computed token by token.
 
-    The inputs of each step are prepared as in `generate`, which a class may override.
-
-    Args:
-        model: The model.
-        ids: The text, [rows, columns], of which one forward reads the first `PROMPT` columns.
-        mask: Its mask, of the same shape.
+    The inputs of each step are prepared as in `generate`, which a class may override. One forward
+    reads the first `PROMPT` columns of the text.
     """
     given: dict[str, Any] = {"use_cache": True, "attention_mask": mask[:, :PROMPT]}
     names = compat.decoder_names(model)

@@ -37,8 +37,7 @@ from lookahead_hf.utils import cache_root
 
 logger = logging.getLogger(__name__)
 
-may_compile = False
-"""Whether this process compiles functions that are not on disk."""
+may_compile = False  # Whether this process compiles functions that are not on disk
 
 _HERE = Path(__file__).resolve()
 
@@ -164,11 +163,7 @@ def folder_of(root: Path | None, source: Path | None = None) -> Path:
 
 @cache
 def writable() -> Path | None:
-    """Return the first folder in which this process can write.
-
-    Raises:
-        OSError: It can write in none of them.
-    """
+    """Return the first folder in which this process can write; OSError if there is none."""
     errors = []
     with suppress(OSError):
         _temporary().mkdir(mode=0o700)

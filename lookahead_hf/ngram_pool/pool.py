@@ -23,13 +23,11 @@ from lookahead_hf.utils import replacing
 FORMAT = "lookahead_hf.ngram_pool"
 VERSION = 2
 
-MOST_TOKENS = 2**29
-"""Largest pool: an int32 entry of `heads` keeps a place and the number of a key."""
+MOST_TOKENS = 2**29  # Largest pool: an int32 entry of `heads` keeps a place and the number of a key
 
 MOST_VOCABULARY = 2**31 - 1
 
-CHUNK = 1024
-"""Tokens that are added at once: the most that another thread's look-up waits for."""
+CHUNK = 1024  # Tokens that are added at once: the most that another thread's look-up waits for
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,23 +36,16 @@ mixed prompts took 0.79 of the time of 4 slots, and 0.93 of that of 8 (SmolLM2-1
 LEAST_ROOM = 1 << 30
 """Most bytes of K and V in the default slots; larger weights allow as many bytes as they have."""
 
-MOST_SLOTS = 4096
-"""The upper limit of `max_slots`."""
+MOST_SLOTS = 4096  # The upper limit of `max_slots`
 
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """The options of a call beside transformers' own arguments.
+    """The options of a call beside transformers' own arguments."""
 
-    Attributes:
-        speculative: What `speculative=` of `generate` takes.
-        max_slots: Most texts that are decoded together.
-        tokenizer: What `stop_strings` and a pool's fingerprint need.
-    """
-
-    speculative: Any = None
-    max_slots: int | None = None
-    tokenizer: Any = None
+    speculative: Any = None  # what `speculative=` of `generate` takes
+    max_slots: int | None = None  # most texts that are decoded together
+    tokenizer: Any = None  # what `stop_strings` and a pool's fingerprint need
 
 
 OWN = tuple(each.name for each in fields(BatchOptions))
@@ -142,12 +135,7 @@ def _manager(
     continuous_batching_config: Any = None,
     workload_hints: Any = None,
 ) -> SpeculativeBatchingManager:
-    """Return our manager.
-
-    Raises:
-        Unserved: This run is transformers' own.
-        ValueError: An argument has a value that is not allowed.
-    """
+    """Return our manager, or raise Unserved, or ValueError for wrong arguments."""
     engine, batching = engine_of(
         model, config, asked, generation_config, continuous_batching_config, workload_hints
     )
@@ -169,12 +157,8 @@ def _batch(
 ) -> dict[str, GenerationOutput]:
     """Decode prompts, or requests with settings of their own, in the caller's thread.
 
-    Args:
-        inputs: Token ids of each prompt, or the arguments of `add_request` by their names.
-
-    Raises:
-        Unserved: This run is transformers' own.
-        ValueError: An argument has a value that is not allowed.
+    The `inputs` are token ids of each prompt, or the arguments of `add_request` by their names.
+    Unserved if this run is transformers' own, ValueError for wrong arguments.
     """
     requests = [each if isinstance(each, Mapping) else {"input_ids": each} for each in inputs]
     if not requests:
@@ -230,17 +214,9 @@ def engine_of(
 ) -> tuple[Engine, ContinuousBatchingConfig]:
     """Return an engine, and transformers' settings of continuous batching.
 
-    Args:
-        model: The model.
-        config: How to speculate.
-        asked: The options of the call.
-        generation_config: The settings of requests that do not say otherwise.
-        batching_config: transformers' settings of continuous batching.
-        hints: transformers' `WorkloadHints` of all requests, None if any number may come.
-
-    Raises:
-        Unserved: The run cannot be served.
-        ValueError: An argument has a value that is not allowed.
+    `generation_config` has the settings of requests that do not say otherwise; `hints` are
+    transformers' `WorkloadHints` of all requests, None if any number may come. Unserved if the run
+    cannot be served, ValueError for wrong arguments.
     """
     generation = copy.deepcopy(generation_config or model.generation_config)
     # transformers, too, looks into the generation config, though it warns of that.
@@ -269,9 +245,7 @@ def engine_of(
 def default_slots(model: Any, hints: Any) -> int:
     """Return how many texts to decode together if the caller does not say.
 
-    Args:
-        model: The model.
-        hints: transformers' `WorkloadHints` of the requests, None if it knows nothing.
+    `hints` are transformers' `WorkloadHints` of the requests, None if it knows nothing.
     """
     max_tokens = max(LEAST_ROOM, model.get_memory_footprint()) // bytes_per_token(model)
     longest = 1 if hints is None else hints.max_prompt_length + hints.max_generated_length

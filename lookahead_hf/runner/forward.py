@@ -24,12 +24,8 @@ def shared_change(
 ) -> Iterator[None]:
     """Make a change while at least one call is inside, and undo it when the last one leaves.
 
-    An interrupt at any line leaves things as they were found.
-
-    Args:
-        users: The calls inside, kept where all calls on the shared object find it.
-        make: Applies the change.
-        undo: Reverts it. Both must be idempotent.
+    An interrupt at any line leaves things as they were found. `users`, the calls inside, are kept
+    where all calls on the shared object find them. `make` and `undo` must be idempotent.
     """
     user = object()
 
@@ -90,15 +86,13 @@ class ForwardContext:
     """What the patches of a model read in one forward of ours.
 
     Attributes:
-        block: What the tokens of the forward see.
         mixers: Forwards of the mixers, by the id of the mixer.
-        layers: The step in which an engine computes layers, in the engine's own form.
         made: Results that the layers of this forward share.
     """
 
-    block: Block | PackedBlock | None = None
+    block: Block | PackedBlock | None = None  # what the tokens of the forward see
     mixers: Mapping[int, Callable[..., Any]] = field(default_factory=dict)
-    layers: Any = None
+    layers: Any = None  # the step in which an engine computes layers, in the engine's own form
     made: dict[Any, Any] = field(default_factory=dict)
 
 

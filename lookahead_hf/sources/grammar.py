@@ -200,16 +200,12 @@ string or number; and what is forced after one of these two."""
 
 PRIOR = (0.995, 0.95, 0.7, 0.7, 0.4, 0.15, 0.9)
 
-MOST_BYTES = 40
-"""Most bytes, or certain tokens, of a text that is grown at once."""
+MOST_BYTES = 40  # Most bytes, or certain tokens, of a text that is grown at once
 
 MOST_BRANCHES = 4
 
-MOST_LINKS = 12
-"""Tokens in a row that are grown without knowing their texts."""
-
-Add = Callable[[int, int, int], int]
-"""Adds a node: from its parent, token and bucket to its number."""
+MOST_LINKS = 12  # Tokens in a row that are grown without knowing their texts
+Add = Callable[[int, int, int], int]  # Adds a node: from its parent, token and bucket to its number
 
 
 class Growth:
@@ -329,15 +325,13 @@ class Growth:
         probe.back(moved)
 
 
-LIKELY = 0.02
-"""Least probability of a path below which something is grown."""
+LIKELY = 0.02  # Least probability of a path below which something is grown
 
 OPERATIONS = 24
 """Operations of the grammar per node of the draft after which nothing more is grown. Each takes 1
 to 5 us, so the refinement takes far less time than a forward."""
 
-Entry = tuple[int, int]
-"""A source and a bucket."""
+Entry = tuple[int, int]  # A source and a bucket
 
 
 class Refinement(RowDraft):

@@ -15,8 +15,7 @@ from lookahead_hf.drafting.drafter import BestTokens
 from lookahead_hf.logits.row_processors import SCORES_ONLY
 
 _CLASS_OF_DEPTH = (0, 1, 2, 2, 3)
-DEPTH_CLASSES = 4
-"""Depths 1, 2, 3 to 4, and beyond."""
+DEPTH_CLASSES = 4  # Depths 1, 2, 3 to 4, and beyond
 
 TENTHS = 10
 """Classes of likeliest tokens, by tenths of probability; drawn tokens have their own class."""
@@ -139,6 +138,7 @@ def prior_rates() -> np.ndarray:
 
 
 def tree_of(growths: Sequence[Growth]) -> DraftTree:
+    """Join the drafts of the rows, with the distributions that nodes were drawn from."""
     drawn_from = [probs for growth in growths for probs in growth.drawn_from]
     tree = DraftTree.from_drafts(growths)
     return replace(tree, probs=torch.stack(drawn_from)) if drawn_from else tree

@@ -17,8 +17,7 @@ from lookahead_hf.draft import ROOT, DraftTree, RowDraft
 from lookahead_hf.drafting.drafter import Drafter, Step, Traits
 from lookahead_hf.rows import Rows
 
-DEPTH_CLASSES = 4
-"""Depths 1, 2, 3, and beyond."""
+DEPTH_CLASSES = 4  # Depths 1, 2, 3, and beyond
 
 NEWEST_NGRAM, OLDER_NGRAM, WINDOW = range(3)
 PRIOR = (0.35, 0.15, 0.08)
@@ -101,9 +100,7 @@ class LookaheadDrafter(Drafter):
 
     name: ClassVar[str] = "lookahead"
     traits = Traits(
-        len(PRIOR) * DEPTH_CLASSES,
-        np.repeat(PRIOR, DEPTH_CLASSES),
-        needs={"best_tokens": (1, 1)},
+        len(PRIOR) * DEPTH_CLASSES, np.repeat(PRIOR, DEPTH_CLASSES), needs={"best_tokens": (1, 1)}
     )
 
     def __init__(self, *, window: int = 7, ngram_size: int = 5, num_ngrams: int = 7) -> None:

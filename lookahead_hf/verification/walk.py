@@ -71,18 +71,15 @@ class Choice(NamedTuple):
     """What follows a node of a row.
 
     Attributes:
-        token: The next token.
-        child: The child of the node with this token, None if there is none.
         stops: Whether the text ends with the token; None to ask the stopping criteria.
     """
 
-    token: int
-    child: int | None = None
+    token: int  # the next token
+    child: int | None = None  # the child of the node with this token, None if there is none
     stops: bool | None = None
 
 
-Decide = Callable[[int], Choice]
-"""Chooses what follows a node of one row."""
+Decide = Callable[[int], Choice]  # Chooses what follows a node of one row
 
 
 def reads_wait(device: torch.device) -> bool:
@@ -96,21 +93,18 @@ class Rules:
 
     Attributes:
         processors: Logits processors and warpers, applied to a node with its own prefix.
-        emitter: Emits the tokens.
-        do_sample: Whether tokens are sampled; otherwise the likeliest is chosen.
         in_order: Whether the default generator itself draws, for tokens chosen in plain's order.
-        seed: Samples are those of plain after `manual_seed(seed)`; None: the default generator's.
+        seed: Samples are plain's after `manual_seed(seed)`; None: as the default generator draws.
         generators: What unknown processors and criteria of a request draw from.
-        noise: What samples are chosen by, unless they are drawn in order.
     """
 
     processors: RowProcessors
-    emitter: Emitter
-    do_sample: bool = False
+    emitter: Emitter  # emits the tokens
+    do_sample: bool = False  # whether tokens are sampled; otherwise the likeliest is chosen
     in_order: bool = False
     seed: int | None = None
     generators: OwnGenerators | None = None
-    noise: Noise | None = None
+    noise: Noise | None = None  # what samples are chosen by, unless they are drawn in order
 
     @property
     def takes_likeliest(self) -> bool:
@@ -232,11 +226,8 @@ class Walk(Verifier):
     ) -> None:
         """Walk a batch by its `rules`, or (None) a queue, whose texts bring their own.
 
-        Args:
-            rules: The rules of a batch.
-            processes: Who decides if several processes run the model.
-            decide: How rows decide, where no device has decided.
-            name: The engine's name in statistics.
+        `processes` decide if several run the model; `decide` where no device has decided. `name` is
+        the engine's in statistics.
         """
         super().__init__(processes)
         self._of_batch, self._of_texts = rules, dict[int, Rules]()
@@ -345,13 +336,10 @@ def along(
     drafted: np.ndarray,  # [nodes] integers
     is_distribution: np.ndarray | None,  # [width]
 ) -> Decide:
-    """Return a function that follows the path of a row that was walked on the device.
+    """Return a function that follows the path of a row, `TreeWalk.packed`, walked on the device.
 
-    Args:
-        walked: The row's `TreeWalk.packed`.
-        drafted: Token of each node.
-        is_distribution: Whether the probabilities after the last token and after each node are
-            finite; None if the tokens were not chosen by probabilities.
+    `is_distribution`: whether the probabilities after the last token and after each node are
+    finite; None if the tokens were not chosen by probabilities.
     """
     accepted, bonus = int(walked[0]), int(walked[1])
     after = dict(pairwise((walked[2 : 3 + accepted] - 1).tolist()))

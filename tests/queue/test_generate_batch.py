@@ -23,18 +23,6 @@ def model(request: pytest.FixtureRequest) -> Any:
     return lookahead_hf.enable(models.tiny(request.param))
 
 
-@pytest.mark.parametrize(
-    "sampling", [{}, {"do_sample": True, "temperature": 0.7, "top_k": 0}], ids=["greedy", "sampled"]
-)
-def test_every_text_is_that_of_its_prompt_alone(model: Any, sampling: dict[str, Any]) -> None:
-    texts, config = prompts(9), settings(model, eos_token_id=[8, 85], **sampling)
-    found = model.generate_batch(texts, config, seeded(), speculative=DRAFTED, max_slots=3)
-    expected = [alone(model, text, config, index) for index, text in enumerate(texts)]
-    assert [output.generated_tokens for output in found.values()] == expected
-    assert len({len(text) for text in expected}) > 1  # rows are refilled at different times
-    speculated(found.values())
-
-
 @examples(max_examples=8, deadline=None)
 @given(
     count=st.integers(1, 8),

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
     from lookahead_hf.rows import Rows
 
-ROUNDING = 0.01
-"""Tolerated error of a sum of probabilities; half precision is off by up to 0.004."""
+ROUNDING = 0.01  # Tolerated error of a sum of probabilities; half precision is off by up to 0.004
 
 
 class UserDrafter(Drafter):

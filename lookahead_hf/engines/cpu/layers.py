@@ -116,8 +116,7 @@ class CompiledLayers:
     def run(self, forward: Callable[[], Any]) -> tuple[Any, LayerStep]:
         """Run a forward with the kernels; return its outputs, and the step.
 
-        Raises:
-            Broken: The forward has to run without the kernels.
+        Broken if the forward has to run without the kernels.
         """
         context = current()
         assert context is not None
@@ -234,11 +233,9 @@ class CompiledSteps:
     def __init__(self, model: Any, asked: bool | str = True, refusal: str | None = None) -> None:
         """Describe the model's layers, or those that have changed since the last call.
 
-        Args:
-            model: The target.
-            asked: As `compiled_layers` of the configuration. For "everywhere" the call waits until
-                the kernels are compiled. Without it they read prompts where torch is slow.
-            refusal: Why the call does not use the kernels, None if it may.
+        `asked` is `compiled_layers` of the configuration: for "everywhere" the call waits until the
+        kernels are compiled; without it they read prompts where torch is slow. `refusal` says why
+        the call does not use the kernels, None if it may.
         """
         self._given = model, asked, refusal
         refusal = refusal or (None if asked else execution.NOT_ASKED_FOR)

@@ -11,12 +11,7 @@ import torch
 from lookahead_hf.cache.slots import SlotCache, SlotLayer
 from lookahead_hf.call import execution
 from lookahead_hf.engines.cpu.kernels.fields import SIDE_BY_SIDE
-from lookahead_hf.engines.cpu.kernels.program import (
-    MOST_TOKENS,
-    Plan,
-    segment_of,
-    tile_floats,
-)
+from lookahead_hf.engines.cpu.kernels.program import MOST_TOKENS, Plan, segment_of, tile_floats
 from lookahead_hf.engines.cpu.workspace import Arguments, CompiledLayer, Workspace, plan_for
 from lookahead_hf.model import compat
 from lookahead_hf.runner import attention
@@ -31,8 +26,7 @@ TOLERANCES = {
 }
 """Largest error of a layer in its first step, relative to what it adds and to its whole result."""
 
-SEGMENT = 8
-"""Most tokens of a segment, rounded up."""
+SEGMENT = 8  # Most tokens of a segment, rounded up
 
 _READ = {
     "attention_mask",
@@ -81,8 +75,7 @@ class LayerStep:
     ) -> torch.Tensor | None:
         """Compute a layer, or note it for the last one to compute; None if it runs its own code.
 
-        Raises:
-            Broken: Layers were noted, and this one does not follow them.
+        Broken if layers were noted, and this one does not follow them.
         """
         if self._is_trial:
             return None
@@ -116,11 +109,7 @@ class LayerStep:
         return self._stream
 
     def finish(self) -> None:
-        """End the forward.
-
-        Raises:
-            Broken: The forward went on without the last layer.
-        """
+        """End the forward; Broken if it went on without the last layer."""
         if self._pending:
             raise Broken
 
@@ -292,10 +281,7 @@ def _angles(given: Any, x: torch.Tensor, head_dim: int) -> list[torch.Tensor] | 
 
 
 def _agree(ours: torch.Tensor, own: torch.Tensor, added: torch.Tensor) -> bool:
-    """Return whether the kernels' results are the module's own up to rounding.
-
-    `added` is the part of `own` that the module has computed.
-    """
+    """Return whether results are the module's `own` up to rounding; `added` is a part of these."""
     by_added, by_whole = TOLERANCES[own.dtype]
     limit = by_added * _size(added) + by_whole * _size(own)
     return _size(ours.float() - own.float()) <= limit

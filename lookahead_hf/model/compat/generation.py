@@ -15,12 +15,8 @@ from transformers.generation import utils as generation_utils
 from transformers.generation.continuous_batching.requests import (
     GenerationOutput as GenerationOutput,
 )
-from transformers.generation.continuous_batching.requests import (
-    RequestState as RequestState,
-)
-from transformers.generation.continuous_batching.requests import (
-    RequestStatus as RequestStatus,
-)
+from transformers.generation.continuous_batching.requests import RequestState as RequestState
+from transformers.generation.continuous_batching.requests import RequestStatus as RequestStatus
 from transformers.generation.continuous_batching.utils import WorkloadHints as WorkloadHints
 
 from lookahead_hf.model.compat.attention import additive_mask, set_attention_name

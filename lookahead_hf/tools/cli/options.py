@@ -104,10 +104,12 @@ SAMPLING = _all_of(
 
 
 def dtype_option(**settings: Any) -> Callable[[Run], Run]:
+    """Return the option `--dtype`; `settings` are those of `click.option`."""
     return click.option("--dtype", type=DTYPES, show_default=True, **settings)
 
 
 def model_options(new_tokens: int) -> Callable[[Run], Run]:
+    """Return options of commands that load a model and write texts of so many tokens."""
     return _all_of(
         click.option("--model", help="a folder or a hub name (default: SmolLM2-135M-Instruct)"),
         click.option("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)"),
@@ -130,6 +132,7 @@ def generation_options(new_tokens: int = 256) -> Callable[[Run], Run]:
 
 
 def generation_arguments(arguments: SimpleNamespace) -> dict[str, Any]:
+    """Return the arguments of `generate` that a command's options ask for."""
     temperature, top_p = arguments.temperature, arguments.top_p
     chosen: dict[str, Any] = {"max_new_tokens": arguments.new_tokens, "do_sample": False}
     if temperature == 0 or temperature is top_p is None:

@@ -31,7 +31,7 @@ from lookahead_hf.tools.serving.schemas import take_schema, take_tools
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 
 _EVERYWHERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "moderation": ((), "this server judges no texts: leave it out"),
+    "moderation": ((), "this server judges no texts: leave it out")
 }
 REFUSED: Mapping[str, Mapping[str, tuple[tuple[Any, ...], str]]] = {
     CHAT: {
@@ -70,9 +70,7 @@ REFUSED: Mapping[str, Mapping[str, tuple[tuple[Any, ...], str]]] = {
 def parsed(body: bytes) -> dict[str, Any]:
     """Return the fields of a request.
 
-    Raises:
-        ValueError: The body is not an object of JSON, in which numbers are finite and texts are
-            Unicode.
+    ValueError if it is no object of JSON, in which numbers are finite and texts are Unicode.
     """
 
     def refuse(name: str) -> float:
@@ -292,15 +290,8 @@ _SCHEMAS: Mapping[str, type[BaseModel]] = {
 def check_fields(path: str, body: dict[str, Any], only_model: str, limits: Limits = USUAL) -> None:
     """Refuse fields that would be ignored or not understood; correct others.
 
-    Args:
-        path: The request's path.
-        body: The request, which loses tools that must not be called.
-        only_model: The model of the server.
-        limits: What a request may ask for.
-
-    Raises:
-        Refused: The request names another model.
-        ValueError: A field asks for something that the server does not do.
+    The body loses tools that must not be called. Refused if it names another model than the
+    server's, ValueError if a field asks for something that the server does not do.
     """
     for name, (neutral, fix) in REFUSED[path].items():
         value = body.get(name)
@@ -351,20 +342,7 @@ def take_requests(
     limits: Limits,
     pools: Mapping[str, Any],
 ) -> tuple[list[tuple[ServedRequest, bytes]], int]:
-    """Return the requests for one text each with their bodies, and the number of prompts.
-
-    Args:
-        path: The path of the request.
-        fields: Its fields.
-        config: The server's own configuration.
-        only_model: The model of the server.
-        limits: What a request may ask for.
-        pools: The pools that it may name.
-
-    Raises:
-        Refused: The request names another model.
-        ValueError: A field asks for something that the server does not do.
-    """
+    """Return requests for one text each with bodies, and the number of prompts; or refuse them."""
     check_fields(path, fields, only_model, limits)
     each = int(fields.pop("n", None) or 1)
     given = fields.pop("prompt", None) if path == COMPLETIONS else None
@@ -388,17 +366,7 @@ def take_request(
     limits: Limits = USUAL,
     pools: Mapping[str, Any] = MappingProxyType({}),
 ) -> ServedRequest:
-    """Take what transformers' server would refuse or do otherwise out of a request's body.
-
-    Args:
-        body: The request, whose fields were checked.
-        config: The server's own configuration.
-        limits: What a request may ask for.
-        pools: The pools that it may name.
-
-    Raises:
-        ValueError: A value is not allowed.
-    """
+    """Take what transformers would do otherwise out of a body; ValueError for a wrong value."""
     asked, prediction = body.pop("speculative", None), body.pop("prediction", None)
     stop, penalty = body.pop("stop", None) or (), body.pop("presence_penalty", None)
     schema, tools = take_schema(body), take_tools(body)

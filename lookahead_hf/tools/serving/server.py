@@ -232,11 +232,8 @@ def _enable_model(manager: Any, enable: Callable[[Any, Any], None]) -> None:
     manager.load_model_and_processor = load_and_enable
 
 
-PATHS = tuple(REFUSED)
-"""Where a request in JSON is answered with generated text."""
-
-OPEN = ("/health", "/metrics")
-"""What is answered without a key."""
+PATHS = tuple(REFUSED)  # Where a request in JSON is answered with generated text
+OPEN = ("/health", "/metrics")  # What is answered without a key
 
 _OF_REQUESTS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 """Errors that a request can cause before anything is generated: they are its own."""
@@ -247,14 +244,8 @@ _logger = logging.getLogger(__name__)
 class Entrance:
     """An ASGI middleware that admits requests, and ends those for which nobody waits any more.
 
-    Args:
-        app: The application that answers.
-        config: How to speculate by default.
-        only_model: The name of the server's model.
-        limits: What is granted to a request.
-        pools: The pools that a request may name.
-        key: What clients have to show, None if they need nothing.
-        live: Holds the requests that are not answered yet.
+    Clients have to show the `key`, unless it is None; `live` holds the requests that are not
+    answered yet.
     """
 
     def __init__(

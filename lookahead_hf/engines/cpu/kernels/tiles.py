@@ -39,8 +39,7 @@ from lookahead_hf.engines.cpu.kernels.llvm import (
 AMX, LOOPS = types.uint8, types.int8
 """What tiles are computed by: the types of the argument `tiles`."""
 
-STEP = 32
-"""Numbers of a row that a tile holds."""
+STEP = 32  # Numbers of a row that a tile holds
 
 TILE_BYTES = 1024
 

@@ -1,4 +1,4 @@
-"""`lookahead-hf pool`: build, show, merge and check pools, files of n-grams to draft from."""
+"""`lookahead-hf pool`: build, show and merge pools, files of n-grams to draft from."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ examples:
   lookahead-hf pool build --tokenizer ./model --field answer answers.jsonl
   lookahead-hf pool info code.safetensors
   lookahead-hf pool merge both.safetensors code.safetensors answers.safetensors
-  lookahead-hf pool check both.safetensors
 
 Drafting from it:
   model.generate(..., speculative=SpeculativeConfig(drafters=("ngram", "recycling", "pool"),
@@ -96,10 +95,10 @@ def _texts(file: Path, field: str) -> Iterator[str]:
 @command("info", _EXAMPLES)
 @click.argument("file", type=_FILE)
 def _info(arguments: SimpleNamespace, screen: Screen) -> None:
-    """Print what a pool holds."""
+    """Compare the checksum of a pool, and print what it holds."""
     from lookahead_hf.ngram_pool import NgramPool
 
-    _show(NgramPool.load(arguments.file), arguments.file, screen)
+    _show(NgramPool.load(arguments.file, verifies=True), arguments.file, screen)
 
 
 @command("merge", _EXAMPLES)
@@ -126,18 +125,6 @@ def _merge(arguments: SimpleNamespace, screen: Screen) -> None:
     _save(merged, arguments.output, screen)
 
 
-@command("check", _EXAMPLES)
-@click.argument("file", type=_FILE)
-def _check(arguments: SimpleNamespace, screen: Screen) -> None:
-    """Read all of a pool and compare its checksum."""
-    from lookahead_hf.ngram_pool import NgramPool
-
-    with screen.task(f"reading {arguments.file}"):
-        NgramPool.load(arguments.file, verifies=True)
-    screen.result({"file": str(arguments.file), "intact": True})
-    screen.line(f"{arguments.file} is intact")
-
-
 def _save(pool: NgramPool, file: Path, screen: Screen) -> None:
     with screen.task(f"writing {file}"):
         pool.save(file)
@@ -159,9 +146,9 @@ def _show(pool: NgramPool, file: Path, screen: Screen) -> None:
 
 COMMAND = click.Group(
     "pool",
-    commands=[_build, _info, _merge, _check],
-    help="Build, show, merge and check files of n-grams to draft from.",
+    commands=[_build, _info, _merge],
+    help="Build, show and merge files of n-grams to draft from.",
     epilog=as_written(_EXAMPLES),
-    subcommand_metavar="build|info|merge|check [ARGUMENTS]...",
+    subcommand_metavar="build|info|merge [ARGUMENTS]...",
     no_args_is_help=False,
 )

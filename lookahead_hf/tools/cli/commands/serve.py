@@ -91,11 +91,7 @@ def COMMAND(
     from transformers.cli.serve import Serve
 
     from lookahead_hf.ngram_pool.pool import open_pool
-    from lookahead_hf.tools.serving.server import (
-        UnknownServerError,
-        ending_at_once,
-        speculating,
-    )
+    from lookahead_hf.tools.serving.server import UnknownServerError, ending_at_once, speculating
 
     program = typer.Typer(add_completion=False)
     program.command()(Serve)

@@ -27,8 +27,7 @@ from tests.helpers.changes import hooked
 from tests.helpers.compiled import run
 from tests.helpers.compiling import Elsewhere, nothing_compiled
 
-NUM_LAYERS = 4
-"""Layers of the tiny Llama. If all are served, its output layer is so, too."""
+NUM_LAYERS = 4  # Layers of the tiny Llama. If all are served, its output layer is so, too.
 
 
 def tiny(name: str) -> Any:
