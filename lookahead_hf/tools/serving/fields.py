@@ -170,7 +170,7 @@ current: ContextVar[ServedRequest | None] = ContextVar("lookahead_hf_request", d
 def allowed(
     asked: Any, config: SpeculativeConfig, pools: Mapping[str, Any]
 ) -> SpeculativeConfig | bool | None:
-    """Return how a request may speculate, from the server's or a named pool; or raise ValueError."""
+    """Return how a request speculates, with the server's or a named pool, or raise ValueError."""
     if asked is None or asked is False:
         return asked
     if asked is True:
