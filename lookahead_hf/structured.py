@@ -55,10 +55,15 @@ class Processor(hf.LogitsProcessor):
         """Return the scores, [rows, vocab], without the tokens that may not follow.
 
         Raises:
-            ValueError: The processor has served another call of `generate`, or something else has
-                chosen a token that may not follow.
+            ValueError: The processor has served another call of `generate` or has not one grammar
+                for each row, or something else has chosen a token that may not follow.
         """
-        columns = input_ids.shape[1]
+        rows, columns = input_ids.shape
+        if len(self.compiled_grammars) not in (1, rows):
+            raise ValueError(
+                f"the processor has {len(self.compiled_grammars)} grammars, the batch {rows} rows: "
+                "give one for all of them, or a list with one for each row"
+            )
         if self.prefilled and columns != self._columns + 1:
             raise ValueError(
                 "this processor has served another call of generate: make one for each call"

@@ -113,6 +113,9 @@ def test_a_processor_serves_one_call(model: Any) -> None:
     model.generate(ids, max_new_tokens=4, logits_processor=own)
     with pytest.raises(ValueError, match="has served another call of generate: make one for each"):
         model.generate(ids, max_new_tokens=4, logits_processor=own)
+    own = [structured.json_schema(SCHEMAS[:1] * 2, grammars.tokenizer())]
+    with pytest.raises(ValueError, match="2 grammars, the batch 1 rows"):
+        model.generate(ids, max_new_tokens=4, logits_processor=own)
 
 
 @pytest.mark.filterwarnings("ignore:the drafter .grammar. failed")

@@ -29,7 +29,8 @@ class StopTexts(StoppingCriteria):
     def __init__(self, strings: Iterable[str], tokenizer: Any, num_prompt: int) -> None:
         """`num_prompt`: tokens of the prompt, in which strings do not count."""
         self.strings, self.tokenizer, self.num_prompt = tuple(strings), tokenizer, num_prompt
-        self._most = max(map(len, self.strings)) + 8  # some tokens are part of a character
+        # A token may be no more than a byte of a character.
+        self._most = max(len(string.encode()) for string in self.strings) + 8
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """Return which rows, [rows, columns], end with their latest token, [rows] bool."""

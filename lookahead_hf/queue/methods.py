@@ -80,8 +80,7 @@ def asking(asked: BatchOptions) -> Iterator[None]:
 
 def run_paged(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a `generate` with cache_implementation="paged", which calls `generate_batch`."""
-    speculative = kwargs.pop("speculative", None)
-    with asking(BatchOptions(speculative)):
+    with asking(BatchOptions(kwargs.pop("speculative", None))):
         return original(*args, **kwargs)
 
 
@@ -163,10 +162,12 @@ def _batch(
     requests = [each if isinstance(each, Mapping) else {"input_ids": each} for each in inputs]
     if not requests:
         return {}
-    if not all("input_ids" in each for each in requests):
-        raise ValueError("a request has no input_ids: give the token ids of its prompt")
+    if not all(hasattr(each.get("input_ids"), "__len__") for each in requests):
+        raise ValueError("a request has no list of token ids: give one for each prompt")
     settings = generation_config or model.generation_config
     most_new = max_new_tokens or settings.max_new_tokens or 0
+    for each in requests:
+        check_int("max_new_tokens", each.get("max_new_tokens") or most_new, 0, 2**40)
     siblings = settings.num_return_sequences or 1
     hints = WorkloadHints(
         max_prompt_length=max(len(each["input_ids"]) for each in requests),

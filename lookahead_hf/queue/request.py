@@ -116,8 +116,10 @@ def request_state(
 
 def text_ids(state: RequestState) -> list[str]:
     """Return the ids of a request's texts, its own last."""
-    name = state.request_id
-    return [*(f"{name}__child#{child}" for child in range(state.num_children)), name]
+    return [
+        *(f"{state.request_id}__child#{child}" for child in range(state.num_children)),
+        state.request_id,
+    ]
 
 
 def own_objects(state: RequestState) -> frozenset[int]:

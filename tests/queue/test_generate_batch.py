@@ -131,11 +131,13 @@ def test_a_requests_own_stop_strings_come_first(model: Any) -> None:
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        ([{"prompt": [1]}], "a request has no input_ids"),
+        ([{"prompt": [1]}], "a request has no list of token ids"),
+        ([{"input_ids": 1}], "a request has no list of token ids"),
+        ([{"input_ids": [1], "max_new_tokens": "4"}], "max_new_tokens is '4'"),
         ([{"input_ids": [1], "request_id": "a"}] * 2, "two requests have the same request_id"),
     ],
 )
-def test_requests_that_cannot_be_told_apart(model: Any, wrong: Any, why: str) -> None:
+def test_wrong_requests_are_refused(model: Any, wrong: Any, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         model.generate_batch(wrong, settings(model), speculative=DRAFTED)
     with pytest.raises(ValueError, match="knows no requests with settings of their own"):

@@ -129,8 +129,8 @@ def _evidence(evidence: Any, num_nodes: int, num_buckets: int) -> Evidence | Non
         raise ValueError(f"the evidence does not fit {num_nodes} nodes")
     if len(buckets) and not 0 <= buckets.min() <= buckets.max() < num_buckets:
         raise ValueError(
-            f"evidence.bucket counts from 0 to {num_buckets - 1} (num_buckets={num_buckets}), but "
-            f"holds {buckets.min()} and {buckets.max()}"
+            f"evidence.bucket counts from 0 to {num_buckets - 1} (traits.buckets={num_buckets}), "
+            f"but holds {buckets.min()} and {buckets.max()}"
         )
     return Evidence(offsets, np.zeros(len(buckets), np.int32), buckets.astype(np.int32))
 

@@ -108,11 +108,9 @@ def describe_layer(layer: Any) -> Program:
         raise Unknown(f"{kind.__name__} of {kind.__module__} is not known")
     program = _program_for([*layer.modules()], family)
     program.norm_kind, program.layer_index = family.norm, layer.self_attn.layer_idx
-    hidden = "normed"
-    if hasattr(layer, "input_layernorm"):
+    hidden = "normed" if hasattr(layer, "input_layernorm") else "stream"
+    if hidden == "normed":
         program.norm(layer.input_layernorm, "stream", hidden)
-    else:
-        hidden = "stream"
     before_feedforward = getattr(layer, "pre_feedforward_layernorm", None)
     norms_results = before_feedforward is not None or hidden == "stream"
     factor = bits(getattr(layer, "residual_multiplier", 1.0))

@@ -124,8 +124,8 @@ class Program:
         sizes = {"size": module.weight.shape[1], "outputs": len(rows), "piece": piece_of(len(rows))}
         self.add(fields.LINEAR, addresses, **sizes, **given)
 
-    def norm(self, module: Any, source: str, target: str, heads: int = 1, **given: int) -> None:
-        """Add a norm of whole vectors, `heads` per token."""
+    def norm(self, module: Any, source: str, target: str, **given: int) -> None:
+        """Add a norm of whole vectors."""
         flavour, epsilon = self.norm_of(module)
         addresses = {
             fields.SOURCE: source,
@@ -134,7 +134,7 @@ class Program:
         }
         if flavour == fields.LAYER_NORM:
             addresses[fields.BIAS] = (module, "bias")
-        sizes = {"size": len(module.weight), "heads": heads}
+        sizes = {"size": len(module.weight), "heads": 1}
         self.add(fields.NORM, addresses, **sizes, flavour=flavour, epsilon=epsilon, **given)
 
     def norm_of(self, module: Any) -> tuple[int, int]:

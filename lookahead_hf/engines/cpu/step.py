@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import operator
 from typing import Any
 
@@ -16,8 +15,6 @@ from lookahead_hf.engines.cpu.workspace import Arguments, CompiledLayer, Workspa
 from lookahead_hf.model import compat
 from lookahead_hf.runner import attention
 from lookahead_hf.runner.forward import ForwardContext
-
-_logger = logging.getLogger(__name__)
 
 TOLERANCES = {
     torch.bfloat16: (0.05, 2.0**-7),
@@ -238,7 +235,6 @@ class LayerStep:
             layer.is_trusted = agrees
             if not agrees:
                 self.reasons.add(execution.DIFFERED)
-                _logger.info("the kernels do not reproduce a layer, which runs its own code")
 
 
 def _refusal(layer: CompiledLayer, x: Any) -> str | None:

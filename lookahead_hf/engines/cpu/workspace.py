@@ -86,7 +86,6 @@ class Workspace:
         self.layers = layers
         count = sum(len(layer.program.ops) for layer in layers)
         ops = np.zeros((count, fields.OP_FIELDS), np.int64)
-        self._ops = ops
         self._flat, self._addresses = ops.reshape(-1), dict[tuple[int, int], "_Addresses"]()
         self._buffers: dict[tuple[str, int, torch.dtype], torch.Tensor] = {}
         for layer in layers:

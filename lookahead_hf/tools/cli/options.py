@@ -56,8 +56,7 @@ def _config(context: Any, option: Any, value: str | None) -> SpeculativeConfig:
     if value is None or value in STRATEGIES:
         return SpeculativeConfig.resolve(value or True) or SpeculativeConfig()
     try:
-        is_json = value.lstrip().startswith("{")
-        text = value if is_json else Path(value).read_text(encoding="utf-8")
+        text = value if value.lstrip().startswith("{") else Path(value).read_text(encoding="utf-8")
         return SpeculativeConfig.from_dict(json.loads(text))
     except (OSError, ValueError) as error:
         known = f"it takes JSON, a file with JSON, or one of {', '.join(STRATEGIES)}"

@@ -75,6 +75,7 @@ def as_error(answer: bytes) -> bytes:
 OF_THE_SERVER = {
     "pool": "name one of those that it was started with as --pool NAME=FILE",
     "learn": 'start the server with --config \'{"pool": FILE, "learn": true}\'',
+    "path": 'start the server with --config \'{"options": {"medusa": {"path": FILE}}, ...}\'',
 }
 """Fields, and options of drafters, that requests cannot set: they open files or share texts."""
 

@@ -85,7 +85,7 @@ TABLE = [
     ("analyze role.jsonl", 1, "neither a text `prompt`"),
     (f"{BUILD} nothing.txt", 1, "No such file or directory: 'nothing.txt'"),
     ("pool build --tokenizer . text.txt", 1, "--tokenizer . could not be loaded"),
-    (f"{BUILD} text.txt --output nowhere/c", 1, "nowhere"),
+    (f"{BUILD} text.txt --output nowhere/c", 2, "there is no folder nowhere"),
     (f"{BUILD} bytes", 1, "bytes is not a text in UTF-8"),
     (f"{BUILD} content.jsonl", 1, "line 1: no text 'text'"),
     (f"{BUILD} five.jsonl", 1, "line 1: no text 'text'"),

@@ -60,6 +60,11 @@ def test_a_prediction_is_a_string_or_parts(content: Any) -> None:
         ("speculative", {"pool": "/etc/passwd"}, "--pool NAME=FILE"),
         ("speculative", {"options": {"pool": {"pool": "other"}}}, "--pool NAME=FILE"),
         ("speculative", {"learn": True}, '"learn": true'),
+        (
+            "speculative",
+            {"drafters": "medusa", "options": {"medusa": {"path": "/etc/passwd"}}},
+            '"medusa": {"path": FILE}',
+        ),
         ("prediction", "text", "prediction='text' is not served: Input should be a valid dict"),
         ("prediction", {"type": "content"}, "content is missing"),
         ("prediction", {"type": "content", "content": [{"type": "image"}]}, "should be 'text'"),

@@ -78,7 +78,7 @@ SIDE_BY_SIDE = 6
 """
 
 TILE = 16  # Rows of a tile; tokens of a tile; pairs of numbers of a tile
-COUNTER_STRIDE = 8  # int64 from one counter to the next, so that each has a line of a cache
+COUNTER_STRIDE = 8  # int64 numbers between counters: a cache line each, against false sharing
 
 
 def bits(number: float) -> int:

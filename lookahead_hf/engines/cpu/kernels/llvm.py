@@ -28,7 +28,7 @@ HAS_PAIRS = LANES == 16 and "+avx512bf16" in _FEATURES
 HAS_TILES = HAS_PAIRS and {"+amx-tile", "+amx-bf16"} <= {*_FEATURES}
 """Whether the processor multiplies tiles of bfloat16 numbers (AMX)."""
 
-LINE = 64  # Bytes that memory brings at a time
+LINE = 64  # Size of a cache line in bytes
 
 HAS_FLOAT16 = bool({"+f16c", "+neon"} & {*_FEATURES})
 """Whether the processor turns float16 numbers into float32; LLVM would call a function for each."""

@@ -57,8 +57,7 @@ def ENV(arguments: SimpleNamespace, screen: Screen) -> None:
 
         check_version()
     except (ImportError, Unserved) as error:
-        reason = Unserved(FallbackReason.VERSION, str(error))
-        why = error if isinstance(error, Unserved) else reason
+        why = error if isinstance(error, Unserved) else Unserved(FallbackReason.VERSION, str(error))
         raise CommandError(f"No call is speculated: {why}") from error
 
 

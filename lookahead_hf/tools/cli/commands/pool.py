@@ -33,6 +33,13 @@ Drafting from it:
 """
 
 
+def _in_a_folder(context: click.Context, option: click.Parameter, file: Path) -> Path:
+    """Return the path of a new file whose folder exists, so that no work is lost in the end."""
+    if not file.parent.is_dir():
+        raise click.BadParameter(f"there is no folder {file.parent}: make it first")
+    return file
+
+
 _FILE = click.Path(path_type=Path)
 _FILES = click.argument("files", nargs=-1, required=True, type=_FILE)
 
@@ -41,7 +48,12 @@ _FILES = click.argument("files", nargs=-1, required=True, type=_FILE)
 @_FILES
 @click.option("--tokenizer", required=True, help="a folder or a hub name")
 @click.option(
-    "--output", type=_FILE, default="pool.safetensors", show_default=True, help="the new pool"
+    "--output",
+    type=_FILE,
+    callback=_in_a_folder,
+    default="pool.safetensors",
+    show_default=True,
+    help="the new pool",
 )
 @click.option("--field", default="text", show_default=True, help="of each JSON record")
 @click.option(
@@ -102,7 +114,7 @@ def _info(arguments: SimpleNamespace, screen: Screen) -> None:
 
 
 @command("merge", _EXAMPLES)
-@click.argument("output", type=_FILE)
+@click.argument("output", type=_FILE, callback=_in_a_folder)
 @_FILES
 @click.option("--max-tokens", type=int, metavar="N", help="default: room for all of them")
 def _merge(arguments: SimpleNamespace, screen: Screen) -> None:
@@ -116,8 +128,10 @@ def _merge(arguments: SimpleNamespace, screen: Screen) -> None:
     infos = [pool.info for pool in pools]
     most = arguments.max_tokens
     if most is None:
-        held = sum(info.num_tokens + info.num_texts for info in infos)
-        most = max(held, *(info.max_tokens for info in infos))
+        most = max(
+            sum(info.num_tokens + info.num_texts for info in infos),
+            *(info.max_tokens for info in infos),
+        )
     merged = NgramPool(most)  # it takes over what the pools record about their tokenizer
     with screen.task(f"merging {len(pools)} pools"):
         for pool in pools:

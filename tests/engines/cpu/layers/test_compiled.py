@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial, wraps
@@ -487,13 +488,26 @@ def test_a_layer_of_an_odd_build_runs_itself(change: Any) -> None:
     assert described and not described.intersection(own)
 
 
-def test_a_model_that_was_changed_is_described_anew() -> None:
+def another_layer(model: Any) -> None:
+    model.model.layers[1] = copy.deepcopy(model.model.layers[1])
+
+
+def another_head(model: Any) -> None:
+    model.lm_head = copy.deepcopy(model.lm_head)
+
+
+@pytest.mark.parametrize("in_mid_call", [False, True])
+@pytest.mark.parametrize("change", [replaced_parameter, another_layer, another_head])
+def test_a_model_that_was_changed_is_described_anew(change: Any, in_mid_call: bool) -> None:
     model = single()
     run(model, True)
-    old = layers_of(model)
-    replaced_parameter(model)
-    assert run(model, True).execution == "compiled"
-    assert layers_of(model) is not old and all(each.is_trusted for each in layers_of(model))
+    if in_mid_call:
+        run(model, True, lambda: change(model))
+        assert lookahead_hf.last_stats(model).own_code == (execution.CHANGED,)
+    else:
+        change(model)
+    run(model, True)
+    assert lookahead_hf.last_stats(model).layers == {"compiled": 5, "model": 0}
 
 
 def test_a_layer_that_is_there_twice_runs_itself() -> None:
