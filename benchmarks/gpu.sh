@@ -104,9 +104,11 @@ one() {
     kernels=$!
     tests attention_tests tests/kernels/test_attention.py $few &
     attentions=$!
-    tests graphs_tests tests/gpu tests/engines/cuda/test_capture.py $few &
+    tests graphs_tests tests/gpu/test_graphs.py tests/engines/cuda/test_capture.py $few &
     graphs=$!
-    for each in $kernels $attentions $graphs; do
+    tests random_tests tests/gpu/test_random_calls.py $few &
+    random=$!
+    for each in $kernels $attentions $graphs $random; do
         wait "$each" || failed=1
     done
     keep

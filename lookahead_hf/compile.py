@@ -1,7 +1,6 @@
 """The process that compiles: `python -m lookahead_hf.compile drafting common bfloat16`.
 
-Other processes start it and load from disk what it has compiled; `lookahead-hf compile` is for
-people.
+Other processes start it, and load what it compiles. For people there is `lookahead-hf compile`.
 """
 
 from __future__ import annotations
@@ -17,15 +16,11 @@ from lookahead_hf.call import optional
 from lookahead_hf.ngram_pool import compilation
 from lookahead_hf.utils import locked
 
-NICENESS = 10
-"""Against the threads of a model, which wait for each other."""
+NICENESS = 10  # Against the threads of a model, which wait for each other
 
 
 def main(names: Sequence[str]) -> None:
-    """Compile some groups of functions, or wait until another process has done so.
-
-    `compilation.AWAITED` may stand before the names.
-    """
+    """Compile some groups of functions, or wait for who does; `AWAITED` may come first."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt at a prompt is not for it
     is_awaited = compilation.AWAITED in names

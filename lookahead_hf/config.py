@@ -17,8 +17,7 @@ BUILT_IN_DRAFTERS = (
 )
 """The drafters that a configuration can name."""
 
-DEFAULT_DRAFTERS = ("ngram", "recycling")
-"""The drafters of a configuration that names none."""
+DEFAULT_DRAFTERS = ("ngram", "recycling")  # The drafters of a configuration that names none
 
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {

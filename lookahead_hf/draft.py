@@ -9,8 +9,7 @@ from itertools import chain
 
 import numpy as np
 
-ROOT = -1
-"""Parent of the nodes that directly follow a row's last emitted token."""
+ROOT = -1  # Parent of the nodes that directly follow a row's last emitted token
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -27,8 +27,7 @@ from lookahead_hf.utils import unwrap
 _Model = TypeVar("_Model")
 
 LOADING_SECONDS = 2.0
-"""Longest time for which `enable` loads numba's functions. Compiled earlier, they are loaded in one
-second."""
+"""Longest time for which `enable` loads numba's functions; compiled ones take one second."""
 
 
 BATCH_METHODS = ("generate_batch", "init_continuous_batching")
@@ -248,11 +247,8 @@ def enabled(model: _Model) -> Iterator[_Model]:
 _everywhere: Callable[..., Any] | None = None
 """The function that `enable_everywhere` put into `GenerationMixin`, None while it is off."""
 
-_default: Any = None
-"""The default of models that are reached through it."""
-
-_reached: WeakSet[Any] = WeakSet()
-"""Models that were called through it."""
+_default: Any = None  # The default of models that are reached through it
+_reached: WeakSet[Any] = WeakSet()  # Models that were called through it
 
 
 def enable_everywhere(default: Any = None) -> None:

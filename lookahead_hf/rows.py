@@ -94,8 +94,7 @@ class Rows:
     def last_two(self, dropped: np.ndarray | None = None) -> np.ndarray:
         """Return the last two tokens of every row's context, [rows, 2] int64, -1 where it has none.
 
-        Args:
-            dropped: Newest tokens of each row to leave out, [rows]; by default none.
+        The newest `dropped` tokens of each row, [rows], are left out.
         """
         ends = self.lengths - (0 if dropped is None else dropped)
         at = ends[:, None] + np.array([-2, -1])
@@ -159,7 +158,7 @@ class Rows:
 
     @property
     def num_columns(self) -> int:
-        """Generated columns that plain would hold by now: those that the slowest row has."""
+        """Generated columns that plain would hold by now: as many as the slowest row has."""
         going = self.num_emitted[self.live]
         return int(going.min() if len(going) else self.num_emitted.max(initial=0))
 

@@ -12,7 +12,6 @@ from itertools import zip_longest
 from operator import add
 from typing import Any
 
-from lookahead_hf.call import optional
 from lookahead_hf.model.state import kept
 from lookahead_hf.trace import PARTS, Trace
 from lookahead_hf.utils import unwrap
@@ -149,10 +148,6 @@ class SpeculativeStats:
     def with_text(self, tokenizer: Any) -> SpeculativeStats:
         """Return the same statistics with the text of the traced tokens; see `Trace.with_text`."""
         return replace(self, trace=self.trace and self.trace.with_text(tokenizer))
-
-    def _repr_html_(self) -> str:
-        """Return a table of the main numbers, and the text of a trace by who foresaw it."""
-        return str(optional.load("pages of a trace").notebook(str(self), self.trace))
 
     def __str__(self) -> str:
         if self.fallback_reason is not None:

@@ -39,8 +39,7 @@ _FORBIDDEN = (
     "or settings such as min_new_tokens and no_repeat_ngram_size, leave none of what may"
 )
 
-_KEPT_BYTES = 1 << 28
-"""Size of the compiled grammars that are kept for a tokenizer."""
+_KEPT_BYTES = 1 << 28  # Size of the compiled grammars that are kept for a tokenizer
 
 _compilers: WeakKeyDictionary[Any, tuple[Any, Any, Any]] = WeakKeyDictionary()
 """What each tokenizer was when its compiler was made, the compiler, and xgrammar's description."""
@@ -56,10 +55,15 @@ class Processor(hf.LogitsProcessor):
         """Return the scores, [rows, vocab], without the tokens that may not follow.
 
         Raises:
-            ValueError: The processor has served another call of `generate`, or something else has
-                chosen a token that may not follow.
+            ValueError: The processor has served another call of `generate` or has not one grammar
+                for each row, or something else has chosen a token that may not follow.
         """
-        columns = input_ids.shape[1]
+        rows, columns = input_ids.shape
+        if len(self.compiled_grammars) not in (1, rows):
+            raise ValueError(
+                f"the processor has {len(self.compiled_grammars)} grammars, the batch {rows} rows: "
+                "give one for all of them, or a list with one for each row"
+            )
         if self.prefilled and columns != self._columns + 1:
             raise ValueError(
                 "this processor has served another call of generate: make one for each call"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from itertools import product
@@ -32,10 +31,7 @@ from lookahead_hf.verification import select
 REPEATS = 5
 """Measurements of each size; one if an earlier process has measured it and time is limited."""
 
-SECONDS = 10.0
-"""Most time that warming up takes, apart from completing a part that has begun."""
-
-logger = logging.getLogger(__name__)
+SECONDS = 10.0  # Most time that warming up takes, apart from completing a part that has begun
 
 
 def warm_up(
@@ -75,16 +71,13 @@ def warm_up(
         ValueError: A number is not an int above 0, `compiled_layers` is no value that a
             configuration takes, or `model` is no model or has no weights.
     """
-    check_int("batch_size", batch_size, 1, 2**31)
-    check_int("context_length", context_length, 1, 2**31)
-    check_int("max_draft_nodes", max_draft_nodes, 1, 2**31)
-    check_int("max_new_tokens", max_new_tokens, 1, 2**31)
+    names = "batch_size", "context_length", "max_draft_nodes", "max_new_tokens"
+    sizes = batch_size, context_length, max_draft_nodes, max_new_tokens
+    for name, size in zip(names, sizes, strict=True):
+        check_int(name, size, 1, 2**31)
     end = time.monotonic() + (math.inf if seconds is None else seconds)
     compiled = SpeculativeConfig(compiled_layers=compiled_layers).compiled_layers
-    sizes = batch_size, context_length, max_draft_nodes, max_new_tokens
     _warm_up(unwrap(model), *sizes, do_sample, compiled, end)
-    if time.monotonic() >= end:
-        logger.info("warm_up has ended after %g s; calls do what is left", seconds)
 
 
 def _warm_up(

@@ -32,7 +32,7 @@ LONGEST = ("test_real_model.py", "test_properties.py")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.addoption("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.addoption("--check-bounds", action="store_true", help="check every call of CPU kernels")
     parser.addoption("--requests", type=int, default=8, help="random requests to a server")
     parser.addoption("--random-calls", type=int, default=500, help="calls of the property test")

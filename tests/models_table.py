@@ -88,8 +88,7 @@ class Line:
 
 SERVED, PLAIN, UNTRIED, WRONG = "yes", "plain", "not tried", "**another text**"
 
-Maker = Callable[[int], dict[str, Any]]
-"""Makes the arguments of a call with so many rows."""
+Maker = Callable[[int], dict[str, Any]]  # Makes the arguments of a call with so many rows
 
 
 def line(model_type: str, section: str) -> Line:

@@ -61,7 +61,6 @@ def test_values_that_are_allowed() -> None:
     SpeculativeConfig(pool="texts.pool", learn=True, options={"pool": {}})
     assert config.drafters == ("ngram", OBJECT)
     assert [drafter_name(drafter) for drafter in config.drafters] == ["ngram", "mine"]
-    assert SpeculativeConfig(budget=64).budget == 64
 
 
 def test_it_is_frozen_and_keeps_what_it_was_given() -> None:
@@ -105,9 +104,8 @@ def test_objects_are_refused_by_name_when_stored(fields: dict[str, Any], where: 
 def test_resolve() -> None:
     config = SpeculativeConfig(budget=3)
     given = (None, False, True, config, {"budget": 3})
-    found = [SpeculativeConfig.resolve(value) for value in given]
-    assert found == [None, None, SpeculativeConfig(), config, config]
-    assert found[3] is config
+    expected = [None, None, SpeculativeConfig(), config, config]
+    assert [SpeculativeConfig.resolve(value) for value in given] == expected
 
 
 @pytest.mark.parametrize("name", PRESETS)

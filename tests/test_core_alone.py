@@ -60,7 +60,7 @@ with pytest.raises(ModuleNotFoundError, match="sources is hidden"):
 with pytest.raises(ModuleNotFoundError, match="queue is hidden"):
     model.generate_batch([[1, 2]], speculative=True)
 with pytest.raises(ModuleNotFoundError, match="tools is hidden"):
-    lookahead_hf.SpeculativeStats()._repr_html_()
+    lookahead_hf.trace.Trace().to_html()
 assert not any(map(is_outside, sys.modules))
 """
 

@@ -23,7 +23,8 @@ from tests.helpers.tiny_chat import save_tiny_chat
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+PACKAGE = ROOT / "lookahead_hf"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 ON_A_CLUSTER = DOCS / "howto" / "many_machines.md"
 """The page that tests/ecosystem runs, since it needs Ray."""
 GENERATING = [ROOT / "README.md", *sorted({*DOCS.glob("howto/*.md")} - {ON_A_CLUSTER})]
@@ -31,8 +32,7 @@ GENERATING += [DOCS / "quickstart.md", DOCS / "guarantees.md"]
 EXCERPTS = [*(DOCS / f"{name}.md" for name in ("index", "statistics", "trace"))]
 """Pages whose snippets use what the reader has: a model, its inputs, a pipeline."""
 CONFIG_FIELDS = {field.name for field in dataclasses.fields(lookahead_hf.SpeculativeConfig)}
-THEIR_OPTIONS = ("serve",)
-"""Commands that take options of other programs."""
+THEIR_OPTIONS = ("serve",)  # Commands that take options of other programs
 
 
 def name_of(page: Path) -> str:
@@ -90,9 +90,19 @@ def test_names_of_the_package_exist(page: Path) -> None:
                 check_exists(f"{node.module}.{each.name}")
         elif is_call_of(node, "SpeculativeConfig"):
             assert {each.arg for each in node.keywords} <= CONFIG_FIELDS
-    folders = "lookahead_hf|benchmarks|examples|tests"
-    for path in re.findall(rf"\b(?:{folders})/[\w/.]*\w", page.read_text()):
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_places_in_the_code_exist(page: Path) -> None:
+    """A path may begin in the package. Names may follow it: "`rows.py`: `Rows`, `rows_of`"."""
+    text = page.read_text()
+    for path in re.findall(r"\b(?:lookahead_hf|benchmarks|examples|tests)/[\w/.]*\w", text):
         assert (ROOT / path).exists(), path
+    for path, names in re.findall(r"`((?:\w+/)+[\w.]*|\w+\.py)`(:(?:,?\s`[\w.]+`)+)?", text):
+        assert (PACKAGE / path).exists() or (ROOT / path).exists(), path
+        module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for name in re.findall(r"`([\w.]+)`", names):
+            check_exists(f"lookahead_hf.{module}.{name}")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -175,19 +185,6 @@ def test_excerpts_generate_speculatively(page: Path, hub: Path) -> None:
     totals = lookahead_hf.totals(run(page, given)["model"])
     assert totals.num_calls and not totals.fallbacks
     assert totals.stats.num_drafted > 0
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_snippets_say_how_long_a_text_may_become(page: Path) -> None:
-    """transformers' own default is 20 tokens, which nobody wants."""
-    for code in snippets(page, "python"):
-        for node in ast.walk(ast.parse(code)):
-            if is_call_of(node, "generate") or is_call_of(node, "generate_batch"):
-                given = {each.arg for each in node.keywords if each.arg} | {
-                    ast.unparse(each.value) for each in node.keywords if not each.arg
-                }
-                has_config = any(isinstance(each, ast.Name) for each in node.args[1:])
-                assert {"max_new_tokens", "generation_config", "limits"} & given or has_config, code
 
 
 def test_snippets_build_configurations() -> None:

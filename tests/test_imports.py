@@ -78,8 +78,7 @@ NAMES_OUTSIDE = re.compile(rf"(lookahead_hf|\.)\.({'|'.join(OUTSIDE)})(\.[\w.]+)
 TABLES = ("call.optional", "drafting")
 """Modules of the core that name modules outside of it, which are imported when they are used."""
 
-MOST_FILES = 14
-"""Most files of a folder."""
+MOST_FILES = 14  # Most files of a folder
 
 
 class Imports(ast.NodeVisitor):

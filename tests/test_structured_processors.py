@@ -15,7 +15,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import SuppressTokensLogitsProcessor
 
 import lookahead_hf
 from lookahead_hf import structured
@@ -23,7 +22,7 @@ from lookahead_hf.ngram_pool import compilation
 from tests.helpers import grammars
 from tests.helpers.compared import served
 from tests.helpers.constrained import BUDGET
-from tests.helpers.grammars import END, LEVEL, NUMBER, SCHEMAS, schema, text
+from tests.helpers.grammars import END, LEVEL, NUMBER, SCHEMAS, WIDTH, schema, text
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +113,8 @@ def test_a_processor_serves_one_call(model: Any) -> None:
     model.generate(ids, max_new_tokens=4, logits_processor=own)
     with pytest.raises(ValueError, match="has served another call of generate: make one for each"):
         model.generate(ids, max_new_tokens=4, logits_processor=own)
+    with pytest.raises(ValueError, match="2 grammars, the batch 1 rows"):
+        structured.json_schema(SCHEMAS[:1] * 2, grammars.tokenizer())(ids, torch.zeros(1, WIDTH))
 
 
 @pytest.mark.filterwarnings("ignore:the drafter .grammar. failed")
@@ -175,55 +176,6 @@ def test_a_grammar_that_begins_late_and_a_budget_for_what_comes_before(model: An
 
     thoughts, mark_and_behind, record = written(model, make).partition("!")
     assert thoughts and mark_and_behind and json.loads(record)["level"] in ("debug", "default")
-
-
-TRIGGERED = {
-    "type": "triggered_tags",
-    "triggers": ["<tool"],
-    "tags": [
-        {
-            "begin": "<tool>",
-            "content": {"type": "json_schema", "json_schema": schema(level=LEVEL)},
-            "end": "</tool>",
-        }
-    ],
-    "at_least_one": True,
-    "stop_after_first": True,
-}
-
-
-class Starts:
-    """Forces the first tokens of a text."""
-
-    def __init__(self, columns: int, tokens: list[int]) -> None:
-        self.columns, self.tokens = columns, tokens
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if (place := input_ids.shape[1] - self.columns) < len(self.tokens):
-            forced = torch.full_like(scores, -torch.inf)
-            forced[:, self.tokens[place]] = 0.0
-            return forced
-        return scores
-
-
-@pytest.mark.parametrize("begin", ["<tool", "well-"])
-def test_a_structural_tag_drafts_behind_its_trigger(model: Any, begin: str) -> None:
-    tokenizer = grammars.tokenizer()
-    form = {**TRIGGERED, "at_least_one": begin == "<tool"}
-    tag = json.dumps({"type": "structural_tag", "format": form})
-    first = tokenizer.encode(begin if begin == "<tool" else begin + "<tool")
-
-    def make() -> list[Any]:
-        def compile_one(compiler: Any, each: Any) -> Any:
-            return compiler.compile_structural_tag(each)
-
-        own = structured.compiled("the tag", tag, tokenizer, compile_one)
-        return [own, Starts(12, first), SuppressTokensLogitsProcessor(grammars.blank_tokens())]
-
-    found = written(model, make)
-    before, record = found.split("<tool>")
-    assert before == ("" if begin == "<tool" else begin)
-    assert json.loads(record.partition("</tool>")[0])["level"] in LEVEL["enum"]
 
 
 FIELDS = st.sampled_from(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 
-from lookahead_hf.stats import SourceStats, SpeculativeStats, joined
+from lookahead_hf.stats import SpeculativeStats, joined
 from lookahead_hf.trace import MODEL, Trace, TraceNode, TraceRow, TraceStep, pieces_of
 from tests.helpers.tiny_chat import byte_tokenizer
 
@@ -97,16 +96,3 @@ def test_a_page_loads_nothing_and_runs_no_text() -> None:
     assert values["trace"] == json.loads(json.dumps(trace.to_dict()))
     assert set(values["colours"]) == {"ngram", "ngram + recycling", "recycling"}
     assert "beams" in Trace(fallback_reason="beams").to_html()
-
-
-def test_notebooks_show_a_table_and_the_text() -> None:
-    source = SourceStats(drafted=4, accepted=3, exclusive=1)
-    stats = SpeculativeStats(1, 2, 2, 8, 4, 3, per_source={"<ngram>": source}, engine="walk")
-    assert "3.50 tokens per step</td><td>8 tokens in 2 steps" in stats._repr_html_()
-    with_trace = replace(stats, trace=traced())
-    assert "TraceStep" not in repr(with_trace)
-    shown = with_trace.with_text(Words("a", "b", EVIL, "\n"))._repr_html_()
-    assert Elements(shown).tags.count("script") == 0 and "&lt;script&gt;" in shown
-    assert "&lt;ngram&gt;</td><td>3 of 4" in shown and "> ngram + recycling: 1 <" in shown
-    fallen = SpeculativeStats(fallback_reason="beams", trace=Trace(fallback_reason="beams"))
-    assert "beams" in fallen._repr_html_()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from tests.helpers.compiling import nothing_compiled
 from tests.helpers.device import taped
 from tests.helpers.models import prompt, tiny
 from tests.helpers.multimodal import build
-from tests.helpers.scripted import RandomTrees, Scripted, continuations, right, scripted
+from tests.helpers.scripted import Scripted, continuations, right
 
 
 @pytest.mark.parametrize(
@@ -71,54 +70,37 @@ def test_kernels_that_cannot_be_compiled_are_left_out(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("name", "do_sample"), [("llama", False), ("llama", True), ("qwen2_vl", False)]
+    ("name", "rows", "do_sample", "sizes"),
+    [
+        ("llama", 1, False, (0, 7, 15, 31, 63)),
+        ("llama", 16, False, (0, 7, 15, 31)),
+        ("llama", 2, True, (0, 7, 15, 31, 63)),
+        ("qwen2_vl", 2, False, (0, 7, 15, 31, 63)),
+    ],
 )
-def test_a_later_call_finds_its_graphs(
-    name: str, do_sample: bool, monkeypatch: pytest.MonkeyPatch
+def test_it_captures_every_width_that_a_call_uses(
+    name: str, rows: int, do_sample: bool, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of a model whose tokens have a height and a width, beside a position in the text."""
-    monkeypatch.setattr(graphs, "WIDTHS", (16, 1))
-    monkeypatch.setattr(graphs, "LEAST_VISIBLE", 64)
-    model, ids = tiny(name) if name == "llama" else build(name), prompt(2, 20)
+    """Nothing is patched but the device: these are the widths and lengths of a GPU.
+
+    The tokens of one model have a height and a width, beside a position in the text.
+    """
+    model, ids = (
+        tiny(name, num_hidden_layers=1) if name == "llama" else build(name),
+        prompt(rows, 20),
+    )
     call = {"max_new_tokens": 70, "do_sample": do_sample, "pad_token_id": 0}
     torch.manual_seed(7)
     plain = model.generate(ids, **call)
-    trees = replace(scripted(continuations(plain, 20), RandomTrees()), cuda_graphs=True)
-    warm = {"batch_size": 2, "context_length": 20, "max_draft_nodes": 8, "max_new_tokens": 80}
-    with taped(monkeypatch) as made, lookahead_hf.enabled(model):
-        lookahead_hf.warm_up(model, **warm, seconds=None, do_sample=do_sample)
-        (recorder,) = [each for each in made if each.recordings]
-        before = len(recorder.recordings)
-        assert before == 6  # two widths, 64, 128 and 256 slots
-        torch.manual_seed(7)
-        assert model.generate(ids, **call, speculative=trees).tolist() == plain.tolist()
-        config = SpeculativeConfig()
-        assert model.generate(ids[:, 5:], **call, speculative=config).shape == (2, 85)
-    assert [each for each in made if each.recordings] == [recorder]
-    assert len(recorder.recordings) == before
-    assert speculated(model).execution == "replayed"
-    curve = memory_of(model).costs.curve(2, 20, placement(model), "graphs", (0, 15))
-    assert all(curve.num_samples(size) >= 3 for size in (0, 15))
-
-
-@pytest.mark.parametrize(
-    ("rows", "sizes"), [(1, (0, 7, 15, 31, 63)), (16, (0, 7, 15, 31))], ids=["one", "many"]
-)
-def test_it_captures_every_width_that_a_call_uses(
-    rows: int, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is patched but the device: these are the widths and lengths of a GPU."""
-    model, ids = tiny("llama", num_hidden_layers=1), prompt(rows, 20)
-    call = {"max_new_tokens": 70, "do_sample": False, "pad_token_id": 0}
-    plain = model.generate(ids, **call)
     drafters = Scripted(continuations(plain, 20), right(max(sizes) - 3))
     with taped(monkeypatch) as made, lookahead_hf.enabled(model):
-        lookahead_hf.warm_up(model, batch_size=rows, seconds=None)
+        lookahead_hf.warm_up(model, batch_size=rows, seconds=None, do_sample=do_sample)
         (recorder,) = [each for each in made if each.recordings]
         widths = [each.outputs[0].shape[1] for each in recorder.recordings]
         assert widths == 2 * [1 + size for size in reversed(sizes)]  # for 512 and 1,024 slots
         for budget in ("auto", max(sizes)):
             config = SpeculativeConfig(drafters=(drafters,), budget=budget)
+            torch.manual_seed(7)
             assert model.generate(ids, **call, speculative=config).tolist() == plain.tolist()
             assert speculated(model).execution == "replayed"
         assert len(recorder.recordings) == len(widths)

@@ -1,1 +1,1 @@
-"""The description of one forward, and what reads it."""
+"""Describes one forward: the tokens of its block, their positions, and what each of them sees."""

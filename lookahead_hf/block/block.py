@@ -1,4 +1,4 @@
-"""What the tokens of one forward see: described once, and read in the form that a backend needs."""
+"""Describes once what the tokens of a forward see; each backend reads the form that it needs."""
 
 from __future__ import annotations
 
@@ -28,14 +28,10 @@ _OF_SHAPE = frozenset(
 
 
 class LazyMask(torch.Tensor):
-    """A mask that is built when a function of torch first reads it.
-
-    Attributes:
-        made: The mask, None before that.
-    """
+    """A mask that is built when a function of torch first reads it."""
 
     _make: Callable[[], torch.Tensor]
-    made: torch.Tensor | None
+    made: torch.Tensor | None  # the mask, None before that
     _changes: int  # of the mask when it was made
 
     @staticmethod
@@ -142,27 +138,19 @@ def is_read(mask: torch.Tensor | None) -> bool:
     return mask is not None and (not isinstance(mask, LazyMask) or mask.made is not None)
 
 
-class Held(NamedTuple):
-    """What the layers of one kind hold when a forward begins.
+class HeldSlots(NamedTuple):
+    """What the layers of one kind hold when a forward begins."""
 
-    Attributes:
-        kind: The kind of their masks.
-        lengths: Used slots of each row; its block is in the slots behind them, [rows] int64.
-        visible: Slots that the attention reads, at least as many as the longest row has tokens.
-        offsets: Column less slot of the tokens behind the prompt, [rows] int64.
-        columns: Columns of the tokens in the slots before the block, ascending within a row,
-            [rows, visible or more] int64; None if every token sees all of them.
-        is_even: Whether all rows are known to have used equally many slots.
-        group: The layers' part of the cache, None if nobody asks for it.
-    """
-
-    kind: MaskKind
+    kind: MaskKind  # the kind of their masks
+    # Used slots of each row; its block is in the slots behind them, [rows] int64.
     lengths: torch.Tensor
-    visible: int
-    offsets: torch.Tensor
+    visible: int  # slots that the attention reads, at least as many as the longest row has tokens
+    offsets: torch.Tensor  # column less slot of the tokens behind the prompt, [rows] int64
+    # Columns of the tokens in the slots before the block, ascending within a row, [rows, visible or
+    # more] int64; None if every token sees all of them.
     columns: torch.Tensor | None
-    is_even: bool = False
-    group: Any = None
+    is_even: bool = False  # whether all rows are known to have used equally many slots
+    group: Any = None  # the layers' part of the cache, None if nobody asks for it
 
 
 @dataclass(eq=False)
@@ -171,41 +159,29 @@ class Block:
 
     A token sees its ancestors in the block, itself, and what its row held before, as far as the
     window or the chunk of a layer reaches.
-
-    Attributes:
-        parents: Index of each token's parent in its row, -1 for none, [rows, width] int64.
-        query: Columns of the tokens, [rows, width] int64.
-        pads: Columns of the prompt that a row does not attend, [rows] int64.
-        held: What the layers hold, by the name of their masks' kind.
-        dtype: That of additive masks.
-        slot_columns: Columns of the tokens in the slots, [rows, slots] int64, for a model that
-            derives positions from its cache; else None.
-        given_words: `words`, if they are known already.
-        for_kernel: Whether our attention kernel may serve the block.
-        by_length: Whether that kernel divides a row's tokens among programs, not its
-            slots. This is faster, but the bits of a token then depend on the length of the row.
-        masks: The masks that the model gets, by kind; None where each token sees all slots up to
-            its own.
     """
 
-    parents: Any
-    query: torch.Tensor
-    pads: torch.Tensor
-    held: Mapping[str, Held]
-    dtype: torch.dtype
+    parents: Any  # index of each token's parent in its row, -1 for none, [rows, width] int64
+    query: torch.Tensor  # columns of the tokens, [rows, width] int64
+    pads: torch.Tensor  # columns of the prompt that a row does not attend, [rows] int64
+    held: Mapping[str, HeldSlots]  # what the layers hold, by the name of their masks' kind
+    dtype: torch.dtype  # that of additive masks
+    # Columns of the tokens in the slots, [rows, slots] int64, for a model that derives positions
+    # from its cache; else None.
     slot_columns: torch.Tensor | None = None
-    given_words: torch.Tensor | None = None
-    for_kernel: bool = False
+    given_words: torch.Tensor | None = None  # `words`, if they are known already
+    for_kernel: bool = False  # whether our attention kernel may serve the block
+    # Whether that kernel divides a row's tokens among programs, not its slots. This is faster, but
+    # the bits of a token then depend on the length of the row.
     by_length: bool = True
+    # The masks that the model gets, by kind; None where each token sees all slots up to its own.
     masks: dict[str, torch.Tensor | None] = field(default_factory=dict, init=False)
 
     def make_masks(self, is_causal: bool, lazy: bool = False) -> dict[str, torch.Tensor | None]:
-        """Make `masks`.
+        """Make `masks`; with `lazy`, nothing is computed before somebody reads one.
 
-        Args:
-            is_causal: Whether each token sees all tokens of its row's block before it, and nothing
-                comes before the block or the block has one token.
-            lazy: Whether nothing is computed before somebody reads a mask.
+        `is_causal` says that each token sees all tokens of its row's block before it, and nothing
+        comes before the block or the block has one token.
         """
         rows, device = len(self.query), self.query.device
         own = weakref.proxy(self)  # a circle would keep K and V until Python looks for circles
@@ -245,10 +221,7 @@ class Block:
 
     @cached_property
     def words(self) -> torch.Tensor:
-        """A word per token, bit j set if it sees token j of its row's block: [rows, width] int64.
-
-        There are at most 64 tokens per row.
-        """
+        """A word per token, with bits for tokens of its row that it sees, [rows, width] int64."""
         if self.given_words is not None:
             return self.given_words
         return torch.from_numpy(ancestor_words(self.parents)).to(self.query.device)
@@ -285,22 +258,17 @@ class Block:
             shown = shown & (key[:, None] >= least[:, :, None])
         return compat.additive_mask(shown, self.dtype)
 
-    def _with_block(self, held: Held, before: torch.Tensor, of_block: torch.Tensor) -> torch.Tensor:
-        """Return numbers of slots, [rows, visible], those of the block's slots put in."""
+    def _with_block(
+        self, held: HeldSlots, before: torch.Tensor, of_block: torch.Tensor
+    ) -> torch.Tensor:
+        """Return numbers of slots, [rows, visible], with the block's own in its slots."""
         at = held.lengths[:, None] + torch.arange(self.width, device=of_block.device)
         numbers = torch.cat([before[:, : held.visible], of_block], 1).scatter_(1, at, of_block)
         return numbers[:, : held.visible]
 
 
 def ancestors(parents: np.ndarray) -> np.ndarray:
-    """Return which tokens of its block each token sees: its ancestors and itself.
-
-    Args:
-        parents: Index of each token's parent in its block, -1 for none, [rows, width].
-
-    Returns:
-        [rows, width, width] bool.
-    """
+    """Return what each token of a block sees, [rows, width, width], from parents, [rows, width]."""
     width = parents.shape[1]
     row, own = np.arange(len(parents))[:, None], np.arange(width)
     if (parents == own - 1).all():

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lookahead_hf.block.block import Block, Held, MaskKind, kernel_serves
+from lookahead_hf.block.block import Block, HeldSlots, MaskKind, kernel_serves
 from lookahead_hf.block.packed import PackedBlock, Run, runs_of
 from lookahead_hf.cache.slots import ColumnCache
 from lookahead_hf.draft import DraftTree, place_in_row
@@ -26,15 +26,10 @@ def widened(passed: dict[str, Any], width: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """The shape of all blocks of a call, whatever is drafted.
+    """The shape of all blocks of a call, whatever is drafted."""
 
-    Attributes:
-        width: Tokens per row; drafts are padded to it.
-        capacity: Slots behind the longest prompt.
-    """
-
-    width: int
-    capacity: int
+    width: int  # tokens per row; drafts are padded to it
+    capacity: int  # slots behind the longest prompt
 
 
 Inputs = tuple[dict[str, Any], Block | PackedBlock]
@@ -43,23 +38,14 @@ Inputs = tuple[dict[str, Any], Block | PackedBlock]
 
 @dataclass(frozen=True, slots=True)
 class PromptState:
-    """State after the prefill, where decoding starts.
+    """State after the prefill, where decoding starts."""
 
-    Attributes:
-        names: Names of the decoder's inputs.
-        cache: Holds the prompts; empty if steps read them, too.
-        kinds: The masks that the model's layers need.
-        passed: Arguments that every forward gets.
-        next_position: Position of the token after the prompt, [..., rows, 1].
-        prompt_positions: Those of the prompt, [rows, columns], if blocks are flat.
-    """
-
-    names: compat.DecoderNames
-    cache: ColumnCache
-    kinds: list[MaskKind]
-    passed: dict[str, Any]
-    next_position: torch.Tensor
-    prompt_positions: np.ndarray | None = None
+    names: compat.DecoderNames  # names of the decoder's inputs
+    cache: ColumnCache  # holds the prompts; empty if steps read them, too
+    kinds: list[MaskKind]  # the masks that the model's layers need
+    passed: dict[str, Any]  # arguments that every forward gets
+    next_position: torch.Tensor  # position of the token after the prompt, [..., rows, 1]
+    prompt_positions: np.ndarray | None = None  # those of the prompt, [rows, columns], if flat
 
 
 class BlockLayout:
@@ -89,9 +75,8 @@ class BlockLayout:
     def block(self, fields: np.ndarray, ahead: np.ndarray) -> Inputs:
         """Place a block behind what each row has in the cache.
 
-        Args:
-            fields: Tokens, parents and depths as of `DraftTree.padded`, [3, rows, width].
-            ahead: Tokens of each row that were fed since the prompt, [rows].
+        `fields` are tokens, parents and depths as of `DraftTree.padded`, [3, rows, width]; `ahead`,
+        [rows], counts the tokens of each row that were fed since the prompt.
         """
         tokens, parents, depths = fields
         width, slots = tokens.shape[1], self._cache.slots
@@ -212,15 +197,8 @@ class BlockLayout:
         is_limited: bool,
         rows: slice = slice(None),
         counts: np.ndarray | None = None,
-    ) -> Held:
-        """Return what some rows hold in the layers of one kind.
-
-        Args:
-            kind: The kind.
-            is_limited: Whether a token may not see all of it.
-            rows: The rows.
-            counts: Tokens of each of these rows in a packed block.
-        """
+    ) -> HeldSlots:
+        """Return what rows with so many tokens each hold in the layers of one kind."""
         group = self._cache.slots.groups[kind.name]
         lengths = group.lengths[rows]
         visible = group.visible if counts is None else int((lengths + counts).max())
@@ -229,7 +207,7 @@ class BlockLayout:
             columns = self._on_device(self._cache.token_columns(group, visible)[rows])
         offsets = self._on_device((self._cache.pads + group.dropped)[rows])
         is_even = bool((lengths == lengths[0]).all())
-        return Held(kind, self._on_device(lengths), visible, offsets, columns, is_even, group)
+        return HeldSlots(kind, self._on_device(lengths), visible, offsets, columns, is_even, group)
 
     def _on_device(self, numbers: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(numbers).to(self._device)

@@ -26,23 +26,14 @@ tokens, take 1 to 2 % less time with 40 than with 10, and no less with 120."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """Adjacent rows of the cache that attend in one call.
-
-    Rows with fewer tokens than others repeat their last token as padding.
-
-    Attributes:
-        rows: The rows.
-        tokens: Their tokens in the block, row after row.
-        counts: Tokens of each row, [rows of the run].
-        width: Queries per row.
-        padded: Token of the run that each query is, [rows of the run, width]; None if all rows have
-            the same number of tokens.
-    """
+    """Adjacent rows that attend in one call, short ones padded by their last token."""
 
     rows: slice
-    tokens: slice
-    counts: np.ndarray
-    width: int
+    tokens: slice  # their tokens in the block, row after row
+    counts: np.ndarray  # tokens of each row, [rows of the run]
+    width: int  # queries per row
+    # Token of the run that each query is, [rows of the run, width]; None if all rows have the same
+    # number of tokens.
     padded: np.ndarray | None = None
     _orders: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
@@ -68,16 +59,10 @@ class Run:
         return queries.index_select(0, scatter).view(1, -1, heads, dim)
 
     def _order(self, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return indices that pad and transpose the queries in one operation, and undo it.
+        """Return indices, made once per block, that pad and transpose the queries in one operation.
 
-        They are made once per block.
-
-        Args:
-            heads: Vectors of a token.
-
-        Returns:
-            Indices into [tokens of the block, heads] of the vectors [rows, heads, width], and
-            indices into the latter of the vectors [tokens of the run, heads].
+        The first are those of the vectors [rows, heads, width] in [tokens of the block, heads]; the
+        second undo it: those of the vectors [tokens of the run, heads] in the former.
         """
         assert self.padded is not None
         if heads not in self._orders:
@@ -92,19 +77,12 @@ class Run:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedBlock:
-    """How the tokens of a packed block belong to the rows of the cache.
+    """How the tokens of a packed block belong to the rows of the cache."""
 
-    Attributes:
-        runs: The runs, each with the block of its rows.
-        masks: What the model gets as its masks, by kind, [1, 1, 1, 1] each.
-        places: Place of each row's logits among those of the forward, [rows, width].
-        kept: Tokens of the block that the forward computes logits for, None for all of them.
-    """
-
-    runs: list[tuple[Run, Block]]
-    masks: dict[str, torch.Tensor]
-    places: np.ndarray
-    kept: np.ndarray | None = None
+    runs: list[tuple[Run, Block]]  # the runs, each with the block of its rows
+    masks: dict[str, torch.Tensor]  # what the model gets as its masks, by kind, [1, 1, 1, 1] each
+    places: np.ndarray  # place of each row's logits among those of the forward, [rows, width]
+    kept: np.ndarray | None = None  # tokens that the forward computes logits for, None for all
 
     def of_rows(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits by row, [1, any, vocab] to [rows, width, vocab], copied only if necessary.
@@ -142,10 +120,7 @@ class PackedBlock:
         return torch.cat(outs, 1) if len(outs) > 1 else outs[0].contiguous()
 
     def kind_of(self, mask: torch.Tensor | None, group: Any = None) -> str | None:
-        """Return the kind of a mask that a layer got; one for all layers may come as a copy.
-
-        `group` is the layers' part of the cache, None for any.
-        """
+        """Return the kind of a mask that a layer of a group got; it may come as a copy."""
         (_, block), *_ = self.runs
         kinds = [name for name, own in self.masks.items() if own is mask] or [*self.masks]
         fits = (name for name in kinds if group is None or block.held[name].group is group)
@@ -160,10 +135,8 @@ class PackedBlock:
 def runs_of(counts: np.ndarray, lengths: np.ndarray, may_pad: np.ndarray) -> list[Run]:
     """Join adjacent rows that attend faster in one call than each in its own.
 
-    Args:
-        counts: Tokens of each row in the block, [rows].
-        lengths: Tokens of each row before them, [rows].
-        may_pad: Rows that may attend with padding, [rows] bool.
+    Given are the tokens of each row in the block and before it, and the rows that may attend with
+    padding, [rows] each.
     """
     # Lists: numpy takes several times as long for so few numbers.
     numbers, totals = counts.tolist(), (counts + lengths).tolist()

@@ -62,9 +62,7 @@ def window(layer: Any) -> int | None:
 def capacity(cache: Cache, sliding: int | None) -> int | None:
     """Return the number of columns that a cache has room for, None for any number.
 
-    Args:
-        cache: A cache of served layers.
-        sliding: The model's window; a static sliding layer with less room than that fills up.
+    A static sliding layer with less room than the model's window, `sliding`, fills up.
     """
     ends = [
         layer.max_cache_len
@@ -89,11 +87,7 @@ def read(layer: Any) -> Content | None:
 
 
 def release(layer: Any, users: bool) -> None:
-    """Empty a layer until `fill`.
-
-    A static cache that the caller made keeps its tensors, whose addresses a compiled forward may
-    use.
-    """
+    """Empty a layer until `fill`; a caller's static one keeps its tensors' addresses."""
     if not (users and isinstance(layer, StaticLayer)):
         layer.keys = layer.values = None
         if isinstance(layer, INDEXED_LAYERS) and not isinstance(layer, StaticLayer):
@@ -101,10 +95,7 @@ def release(layer: Any, users: bool) -> None:
 
 
 def fill(layer: Any, content: Content, num_columns: int) -> None:
-    """Store the content of the newest columns, as many as a layer holds after `num_columns`.
-
-    A static layer that has tensors keeps them.
-    """
+    """Store the newest columns that a layer holds after `num_columns`, in tensors that it has."""
     if isinstance(layer, StaticLayer):
         _fill_static(layer, content, num_columns)
         return

@@ -16,17 +16,12 @@ from lookahead_hf.model.compat import HYBRID_LAYERS, Cache, DynamicLayer, EmptyL
 
 @dataclass(eq=False)
 class Extent:
-    """The slots of every row that are in use, and those that the attention reads.
+    """The slots of every row that are in use, and those that the attention reads."""
 
-    Attributes:
-        lengths: Tokens of each row that are kept, [rows] int64.
-        shown: Slots that the attention sees in every forward, None for those in use.
-        starts: Lengths after the prompt, [rows], if all rows may be handed back where the slowest
-            one is, so that each must keep what that row sees; else None.
-    """
-
-    lengths: np.ndarray
-    shown: int | None = None
+    lengths: np.ndarray  # tokens of each row that are kept, [rows] int64
+    shown: int | None = None  # slots that attention sees in every forward, None for those in use
+    # Lengths after the prompt, [rows], if all rows may be handed back where the slowest one is, so
+    # that each must keep what that row sees; else None.
     starts: np.ndarray | None = None
 
     @property
@@ -69,8 +64,7 @@ class Stores:
     def drop(self, counts: np.ndarray) -> None:  # [rows]
         """Drop the oldest tokens of every row and move the others to the front.
 
-        K, V and `dropped` are replaced together, so that an interrupt or lack of memory leaves a
-        layer whole.
+        K, V and `dropped` are replaced together: an interrupt or lack of memory harms no layer.
         """
         last, device = self.k_store.shape[1] - 1, self.k_store.device
         slots = torch.from_numpy(counts[:, None] + np.arange(last + 1)).clamp_(max=last)
@@ -90,7 +84,7 @@ def _grown(store: torch.Tensor, capacity: int) -> torch.Tensor:
 
 
 @dataclass(slots=True)
-class Block:
+class BlockPlaces:
     """Places where a forward writes its tokens, the same for every layer of a group."""
 
     span: slice | None  # of slots, where all rows write the same ones, else None
@@ -283,11 +277,9 @@ class SlotGroup:
         self.capacity, self._path_table = capacity, table
 
     def place(self, counts: int | np.ndarray, is_flat: bool = False) -> None:
-        """Put the next tokens of every row behind its length.
+        """Put the next `counts` tokens, [rows] or for all rows, of every row behind its length.
 
-        Args:
-            counts: How many they are, [rows] or for all rows.
-            is_flat: Whether the block has these tokens alone, one row after another.
+        A block that `is_flat` has these tokens alone, one row after another.
         """
         counts = np.broadcast_to(counts, len(self.dropped))
         self.drop_unseen(int((self.lengths + counts).max()))
@@ -297,16 +289,16 @@ class SlotGroup:
         visible = max(used, self.extent.shown or 0)
         # Where shapes are fixed, rows of equal lengths take the same way as all others.
         if not is_flat and self.extent.shown is None and bool((lengths == lengths[0]).all()):
-            self.block = Block(slice(used - width, used), None, visible)
+            self.block = BlockPlaces(slice(used - width, used), None, visible)
             return
         first = np.arange(len(counts)) * self.capacity + lengths
         flat = np.repeat(first, counts) + place_in_row(np.concatenate([[0], counts.cumsum()]))
         self._slots_by_device.clear()
-        self.block = Block(None, torch.from_numpy(flat), visible)
+        self.block = BlockPlaces(None, torch.from_numpy(flat), visible)
 
     def place_at(self, slot_mapping: torch.Tensor, visible: int) -> None:
         """Put the next tokens into these slots, [rows * width] into [rows * capacity]."""
-        self.block = Block(None, slot_mapping, visible)
+        self.block = BlockPlaces(None, slot_mapping, visible)
         self._slots_by_device = {slot_mapping.device: slot_mapping}
 
     def drop_unseen(self, slots: int) -> None:
@@ -362,8 +354,8 @@ class SlotCache(Cache):
     ) -> None:
         """Append a layer with K and V, [rows, slots, heads, dim] each, to the group of a name.
 
-        `indexer_keys` are those of its indexer, and `of` is the layer of transformers that held
-        them, which may go on holding a state.
+        `indexer_keys` are the keys of its indexer. `of` is the layer of transformers that held all
+        these, and may go on holding a state.
         """
         group, stores = self.groups[name], Stores(keys, values, self.groups[name].dropped)
         index = None
@@ -414,9 +406,7 @@ class SlotCache(Cache):
     def compact(self, path: np.ndarray, counts: np.ndarray) -> None:
         """Move paths of the latest block to the front of it, in every layer.
 
-        Args:
-            path: Tokens of each row's block on its path, [rows, most] int64.
-            counts: How many of them there are, [rows] int64.
+        `path`, [rows, most] int64, has `counts`, [rows], tokens of each row's block on its path.
         """
         for group in self.each_group():
             if group.layers:

@@ -1,4 +1,4 @@
-"""Which models, caches and arguments can be served, decided before the prompt is run."""
+"""Decides before the prompt is run whether a model, its cache and a call can be served."""
 
 from __future__ import annotations
 
@@ -55,12 +55,7 @@ class Purpose(Enum):
 def admit(model: Any, purpose: Purpose, cache: Any = None) -> None:
     """Raise Unserved if a model cannot be served, before transformers prepares a call on it.
 
-    This reads the facts of the model.
-
-    Args:
-        model: The model.
-        purpose: What it is to do.
-        cache: The caller's cache, if there is one.
+    This reads the facts of the model. `cache` is the caller's, if there is one.
     """
     if not compat.IS_TESTED:
         check_version()  # before anything of a version that nobody tried goes wrong
@@ -309,10 +304,7 @@ def _check_arguments(call: PreparedCall) -> None:
 
 
 def _check_picture(call: PreparedCall) -> None:
-    """Raise Unserved if a block of several tokens would look at a picture causally.
-
-    Single tokens see all of it, also without a mask.
-    """
+    """Raise Unserved if a block would look causally at a picture, which single tokens see whole."""
     crossing, given = compat.crossing_layers(call.model), call.model_kwargs
     if not crossing or given.get("cross_attention_mask") is not None:
         return

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,7 +42,7 @@ class GenerateArguments:
     def __init__(
         self, model: Any, original: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> None:
-        """Raises TypeError if `original`, `generate` without us, does not take the arguments."""
+        """Read the arguments; TypeError if `original`, `generate` without us, refuses them."""
         self._model, self._original = model, original
         theirs = {name: value for name, value in kwargs.items() if name not in OURS}
         self._signature = inspect.signature(original)
@@ -73,11 +70,9 @@ class GenerateArguments:
         return passed, getattr(self._model, "generation_config", None)
 
     def check_conflicts(self, speculative: Any, is_default: bool) -> None:
-        """Raise an error where the call asks for another decoding strategy too.
+        """Raise ValueError where the call asks for another decoding strategy too.
 
-        Raises:
-            ValueError: The caller asks for both.
-            Unserved: Only a default of the process or of `enable` asks for speculation.
+        It is Unserved where only a default of the process or of `enable` asks for speculation.
         """
         for name in CONFLICTS:
             value = self.setting(name)
@@ -155,36 +150,6 @@ class GenerateArguments:
             config.stop_strings = None
         if getattr(of_model, "stop_strings", None) is not None:
             passed["stop_strings"] = None
-
-
-def check_name(
-    function: str,
-    name: str,
-    own: Iterable[str],
-    theirs: set[str],
-    elsewhere: Mapping[str, str] = MappingProxyType({}),
-) -> None:
-    """Check an argument that a function of transformers does not know.
-
-    Args:
-        function: The function's name.
-        name: The argument's name.
-        own: Arguments that this library adds to the function.
-        theirs: The function's other arguments.
-        elsewhere: Further names that may be meant, and what to do instead.
-
-    Raises:
-        ValueError: The name resembles an argument or option of this library.
-    """
-    options = [each.name for each in fields(SpeculativeConfig)]
-    known = {*own, *options, *theirs, *elsewhere}
-    meant = next(iter(difflib.get_close_matches(name, known, 1, cutoff=0.7)), None)
-    if meant is None or meant in theirs:
-        return
-    fix = f"did you mean {meant}=?"
-    if meant in options:
-        fix = f"pass speculative=SpeculativeConfig({meant}=...)"
-    raise ValueError(f"{function} has no argument {name!r}: {elsewhere.get(meant, fix)}")
 
 
 def wanted(

@@ -36,13 +36,7 @@ class RequestedOutputs:
     def __init__(
         self, generation_config: Any, num_rows: int, encoder_outputs: Any | None = None
     ) -> None:
-        """Read from a generation config what to keep.
-
-        Args:
-            generation_config: As prepared by `generate`.
-            num_rows: Rows of the batch.
-            encoder_outputs: The encoder's outputs, None for a model without an encoder.
-        """
+        """Read from a prepared generation config what to keep, also of an encoder, if any."""
         c = generation_config
         returned = bool(c.return_dict_in_generate)
         chosen = {"scores": returned and c.output_scores, "logits": returned and c.output_logits}
@@ -77,13 +71,7 @@ class RequestedOutputs:
             self._prefill = getattr(outputs, self._name)
 
     def observe(self, row: int, tokens: list[int], outputs: Any) -> None:
-        """Keep a forward's hidden states of the tokens that a row keeps.
-
-        Args:
-            row: The row.
-            tokens: Places of these tokens in the block, root first.
-            outputs: The forward's outputs.
-        """
+        """Keep a forward's hidden states of a row's kept tokens, places in the block."""
         layers = getattr(outputs, self._name)
         for at in (slice(token, token + 1) for token in tokens):
             self._states[row].append(tuple(states[..., row, at, :].clone() for states in layers))
@@ -119,10 +107,6 @@ class ColumnStream:
     """Feeds a streamer plain's columns, one `put` each, from rows that advance by different counts.
 
     A column is put as soon as every row has a token for it; a finished row contributes pads.
-
-    Attributes:
-        is_heard: Whether there is a streamer.
-        num_begun: Columns that were put, including one at which the streamer raised.
     """
 
     def __init__(
@@ -134,8 +118,8 @@ class ColumnStream:
     ) -> None:
         """`spent`: called with the seconds that the streamer took for a column."""
         self._streamer, self._spent = streamer, spent
-        self.is_heard = streamer is not None
-        self.num_begun = 0
+        self.is_heard = streamer is not None  # whether there is a streamer
+        self.num_begun = 0  # columns that were put, including one at which the streamer raised
         self._pad = pad_token_id
         self._waiting: list[deque[int]] = [deque() for _ in range(num_rows)]
         self._finished = [False] * num_rows

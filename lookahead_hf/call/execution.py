@@ -20,6 +20,7 @@ READS_LENGTHS = "rotary embeddings depend on the sequence length"
 WATCHED = "a torch function or dispatch mode is active"
 HOOKS = "modules have hooks"
 REPLACED = "a forward was replaced"
+AUTOCAST = "autocast frees what a graph would read"
 STATES = "its layers keep a recurrent state"
 WAITS = "a forward waits for the device"
 

@@ -1,4 +1,4 @@
-"""Finds what the core works without; nothing of it is imported before a call can use it."""
+"""Finds modules that the core works without; none is imported before a call can use it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,7 @@ def find(name: str) -> ModuleType | None:
 
 
 def load(name: str) -> ModuleType:
-    """Return a module of `MODULES` that a caller asks for.
-
-    Raises:
-        ModuleNotFoundError: It is not installed.
-    """
+    """Return a module of `MODULES` that a caller asks for; ModuleNotFoundError without it."""
     return import_module(MODULES[name])
 
 

@@ -20,26 +20,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The arguments of a caller that concern speculation.
-
-    Attributes:
-        use_mtp: Whether the model's own layers draft, too.
-        assistant_settings: Generation settings for assistants.
-        synced_gpus: As `generate` computes it.
-        prediction: The predicted text of every row, token ids.
-        encoder_inputs: An encoder's inputs, [texts, ...].
-    """
+    """The arguments of a caller that concern speculation."""
 
     config: SpeculativeConfig
     streamer: Any = None
     tokenizer: Any = None
     assistant_model: Any = None
     assistant_tokenizer: Any = None
-    use_mtp: bool = False
-    assistant_settings: Mapping[str, Any] = field(default_factory=dict)
-    synced_gpus: bool = False
-    prediction: Sequence[np.ndarray] | None = None
-    encoder_inputs: torch.Tensor | None = None
+    use_mtp: bool = False  # whether the model's own layers draft, too
+    assistant_settings: Mapping[str, Any] = field(default_factory=dict)  # of generation
+    synced_gpus: bool = False  # as `generate` computes it
+    prediction: Sequence[np.ndarray] | None = None  # the predicted text of every row, token ids
+    encoder_inputs: torch.Tensor | None = None  # an encoder's inputs, [texts, ...]
 
     def draws(self, do_sample: bool) -> bool:
         """Return whether drafts, and the verdicts on them, are drawn from distributions."""
@@ -51,20 +43,15 @@ class PreparedCall:
     """The arguments of transformers' decoding loop, the request of the caller, and what follows.
 
     What follows is found once, when somebody first reads it.
-
-    Attributes:
-        input_ids: Prompt tokens, [rows, columns].
-        model_kwargs: Further arguments of the model's forward.
-        request: What the caller asked for beside transformers' own arguments.
     """
 
     model: Any
-    input_ids: torch.Tensor
+    input_ids: torch.Tensor  # prompt tokens, [rows, columns]
     processors: Any
     criteria: Any
     generation_config: Any
-    model_kwargs: dict[str, Any]
-    request: Request
+    model_kwargs: dict[str, Any]  # further arguments of the model's forward
+    request: Request  # what the caller asked for beside transformers' own arguments
 
     @property
     def num_rows(self) -> int:
@@ -125,7 +112,7 @@ class PreparedCall:
 
     @cached_property
     def passed(self) -> dict[str, Any]:
-        """Arguments that every step passes on; it sets those in `names`."""
+        """Arguments that every step passes on unchanged; it sets the ones in `names` anew."""
         ours = self.names.prepared | compat.PROMPT_ONLY
         given = self.model_kwargs.items()
         passed = {name: value for name, value in given if name not in ours and value is not None}
@@ -170,11 +157,8 @@ def prompt_call(
 ) -> PreparedCall:
     """Return a call that reads a prompt outside of `generate`, as `generate` would prepare it.
 
-    Args:
-        model: The model.
-        input_ids: Prompt tokens, [rows, columns].
-        mask: 1 for attended tokens, [rows, columns]; None if all are.
-        **further: Further arguments of the model's forward, such as its encoder's outputs.
+    The mask, [rows, columns], may be None; `further` arguments of the model's forward are such as
+    its encoder's outputs.
     """
     names = compat.decoder_names(model)
     seen = torch.ones_like(input_ids) if mask is None else mask.long()

@@ -29,7 +29,8 @@ class StopTexts(StoppingCriteria):
     def __init__(self, strings: Iterable[str], tokenizer: Any, num_prompt: int) -> None:
         """`num_prompt`: tokens of the prompt, in which strings do not count."""
         self.strings, self.tokenizer, self.num_prompt = tuple(strings), tokenizer, num_prompt
-        self._most = max(map(len, self.strings)) + 8  # some tokens are part of a character
+        # A token may be no more than a byte of a character.
+        self._most = max(len(string.encode()) for string in self.strings) + 8
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """Return which rows, [rows, columns], end with their latest token, [rows] bool."""
@@ -117,11 +118,9 @@ class RowStopping:
     ) -> bool:
         """Return whether the row's text ends with the token that it has just emitted.
 
-        Args:
-            token_id: The row's newest token.
-            num_columns: Its columns in plain's batch, including prompt pads and the newest token.
-            ids: Returns the row as plain holds it, [1, columns]; called only if needed.
-            scores: Returns the `scores` that plain passes to criteria; called only if needed.
+        `num_columns` are those in plain's batch, prompt pads and the newest token included. `ids`
+        returns the row as plain holds it, [1, columns], and `scores` what plain passes to criteria;
+        both are called only if needed.
         """
         if self._unknown:
             prefix = ids()
@@ -135,15 +134,10 @@ class RowStopping:
         return ended or any(bool(c(ids(), None)[0]) for c in self._texts)
 
     def ended(self, ids: torch.Tensor, going: np.ndarray, scores: Any) -> np.ndarray:
-        """Ask all criteria about a whole batch, as plain does.
+        """Ask all criteria about a batch, as plain does; return the rows that have ended, [rows].
 
-        Args:
-            ids: The batch as plain holds it, [rows, columns].
-            going: Rows that no criterion has ended so far, [rows] bool.
-            scores: The `scores` that plain passes to criteria.
-
-        Returns:
-            Rows that a criterion has ended, [rows] bool.
+        `ids` are the batch as plain holds it, [rows, columns]; `going` the rows that no criterion
+        has ended so far, [rows] bool; `scores` what plain passes to criteria.
         """
         unfinished = torch.from_numpy(going.astype(np.int64)).to(ids.device)
         unfinished = unfinished & ~self._criteria(ids, scores)

@@ -1,4 +1,4 @@
-"""How several processes run one call, and how a model is divided."""
+"""Lets several processes run one call, and finds out how a model is divided among them."""
 
 from __future__ import annotations
 

@@ -51,8 +51,7 @@ def pop(heap, top, size, reach):
 PARENT, DEPTH, FIRST_ENTRY, LAST_ENTRY, FIRST_CHILD, NEXT_SIBLING, PLACE = range(7)
 ENTRY_SOURCE, ENTRY_BUCKET, NEXT_ENTRY = range(3)
 
-FIRST = 2.0
-"""What lifts a node above all that are reached with a probability."""
+FIRST = 2.0  # What lifts a node above all that are reached with a probability
 
 
 @jit
@@ -310,45 +309,36 @@ def head_order(row_offsets, parents, counts):
 
     Returns new row offsets, the old flat index of each kept node, and its new parent, [kept] int32.
     """
-    num_rows = len(row_offsets) - 1
-    capacity, num_nodes = 0, 1
-    for row in range(num_rows):
-        capacity += counts[row]
-        num_nodes = max(num_nodes, counts[row])
-    offsets = np.zeros(num_rows + 1, np.int64)
-    order = np.empty(capacity, np.int64)
-    moved_parents = np.empty(capacity, np.int32)
-    first_child = np.empty(num_nodes, np.int32)
-    next_sibling = np.empty(num_nodes, np.int32)
-    place = np.empty(num_nodes, np.int32)
-    written = 0
-    for row in range(num_rows):
-        first = row_offsets[row]
-        count = counts[row]
-        node = _link_children(parents[first : first + count], first_child, next_sibling)
-        taken = 0
-        while node >= 0:
-            parent = parents[first + node]
-            place[node] = taken
-            order[written] = first + node
-            moved_parents[written] = place[parent] if parent >= 0 else -1
-            written += 1
-            taken += 1
-            below = first_child[node]
-            while below < 0 and node >= 0:
-                below = next_sibling[node]
-                node = parents[first + node]
-            node = below
-        offsets[row + 1] = written
-    return offsets, order[:written], moved_parents[:written]
+    offsets = np.zeros(len(counts) + 1, np.int64)
+    for row in range(len(counts)):
+        offsets[row + 1] = offsets[row] + counts[row]
+    order, moved_parents = np.empty(offsets[-1], np.int64), np.empty(offsets[-1], np.int32)
+    size = np.ones(len(parents), np.int64)  # nodes from this one on down
+    place, free = np.empty(len(parents), np.int64), np.empty(len(parents), np.int64)
+    for row in range(len(counts)):
+        first, unused = row_offsets[row], 0
+        for node in range(first + counts[row] - 1, first - 1, -1):
+            if parents[node] >= 0:
+                size[first + parents[node]] += size[node]
+        for node in range(first, first + counts[row]):
+            above = first + parents[node]
+            if parents[node] >= 0:
+                place[node] = free[above]
+                free[above] += size[node]
+            else:
+                place[node] = unused
+                unused += size[node]
+            free[node] = place[node] + 1
+            order[offsets[row] + place[node]] = node
+            moved_parents[offsets[row] + place[node]] = place[above] if parents[node] >= 0 else -1
+    return offsets, order, moved_parents
 
 
 @jit
 def tested_nodes(row_offsets, token_ids, parents, token_offsets, emitted):
     """Return what the text says about each node, [nodes] int8: 1 right, 0 wrong, -1 untested.
 
-    Children of the root and of right nodes are tested, verified or not, by the token after their
-    parent.
+    Children of the root and of right nodes are tested by the token after their parent.
     """
     outcome = np.full(len(token_ids), -1, np.int8)
     after = np.full(len(token_ids), -1, np.int64)
@@ -373,8 +363,8 @@ def learn_rates(
 ):  # fmt: skip
     """Count each tested node in all its buckets and update their rates.
 
-    After `memory` tests, a bucket forgets as much as it learns, and so follows the text. `counts`,
-    `gained` and `rates`, those of `Calibration`, change in place.
+    After `memory` tests, a bucket forgets as much as it learns, and so follows the text. The
+    `counts`, `gained` and `rates` of a `Calibration` change in place.
     """
     for node in range(len(outcome)):
         if outcome[node] < 0:

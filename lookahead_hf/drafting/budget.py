@@ -1,4 +1,4 @@
-"""The number of nodes to verify, what brings the most tokens per second, by measured costs."""
+"""Chooses how many nodes to verify: what brings the most tokens per second, by measured costs."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ SAVED_SHARE = 0.6
 """Steps a static batch saves, as a share of what it would save if all rows accepted equally.
 Measured in batches of 4 and 8: 0.4 to 1.0, lower when few tokens are accepted."""
 
-SPREAD = 0.2
-"""Relative uncertainty of the steps that rows are expected to need."""
+SPREAD = 0.2  # Relative uncertainty of the steps that rows are expected to need
 
 
 @dataclass
@@ -163,17 +162,13 @@ FLAT_SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Numbers of tokens with a measured cost each, in packed blocks. In float32, four tokens take a
 fifth longer than three, and the next ones add much less."""
 
-KEPT_SAMPLES = 9
-"""Latest durations kept per size."""
+KEPT_SAMPLES = 9  # Latest durations kept per size
 
 DUE_AFTER = 32
 """Steps after which a size measured once is due again; this grows up to `KEPT_SAMPLES` times."""
 
-TRY_EVERY = 16
-"""Steps between two tries of sizes that are due."""
-
-SLOPE = 0.02
-"""Assumed cost of one more token, relative to a plain step."""
+TRY_EVERY = 16  # Steps between two tries of sizes that are due
+SLOPE = 0.02  # Assumed cost of one more token, relative to a plain step
 
 
 class CostCurve:

@@ -18,7 +18,7 @@ from lookahead_hf.utils import known_names
 if TYPE_CHECKING:
     import torch
 
-    from lookahead_hf.kernels import RowScan, Wanted
+    from lookahead_hf.kernels import RowScan, TopKCounts
     from lookahead_hf.rows import EncoderInputs, Rows
     from lookahead_hf.runner.outputs import HostCopy, PendingCopy
 
@@ -41,11 +41,11 @@ class BestTokens:
     def prefetch(self, copy: HostCopy) -> None:
         """Start the search on the device and add its result to the copy to the host."""
         if self._on_device():
-            from lookahead_hf.kernels import Wanted
+            from lookahead_hf.kernels import TopKCounts
 
             wanted = None
             if copy.walk is not None and copy.num_nodes is not None and self._few is not None:
-                wanted = Wanted(copy.walk, copy.num_nodes, min(self._few, self._flat.shape[1]))
+                wanted = TopKCounts(copy.walk, copy.num_nodes, min(self._few, self._flat.shape[1]))
             self._pending = copy.add(_pack(self._flat, self._top_k, copy.scan, wanted))
 
     def _on_device(self) -> bool:
@@ -79,7 +79,7 @@ class BestTokens:
 
 
 def _pack(
-    logits: torch.Tensor, top_k: int, scan: RowScan | None = None, wanted: Wanted | None = None
+    logits: torch.Tensor, top_k: int, scan: RowScan | None = None, wanted: TopKCounts | None = None
 ) -> torch.Tensor:
     """Return tokens and probabilities as one float32 tensor [2, rows, k], for a single copy.
 

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from lookahead_hf.rows import Rows
     from lookahead_hf.runner.outputs import HostCopy
 
-ANY_TOKEN = 2**62
-"""Vocabulary size if it is unknown."""
+ANY_TOKEN = 2**62  # Vocabulary size if it is unknown
 
 
 def merge(
@@ -34,9 +33,10 @@ def merge(
 ) -> DraftTree:
     """Unite the trees of a calibration's sources and keep each row's likeliest nodes, best first.
 
-    Left out are nodes with a token id from `vocab_size` on, with all nodes below, and those deeper
-    than `max_depth`, [rows]. Path probabilities, the new scores, follow from the calibration alone;
-    nodes without evidence are in bucket 0. All sources of a node are in the new evidence.
+    Nodes with a token id from `vocab_size` on are left out with all nodes below them, and so are
+    nodes deeper than `max_depth`, [rows]. Path probabilities, the new scores, follow from the
+    calibration alone; nodes without evidence are in bucket 0. All sources of a node are in the new
+    evidence.
 
     The first source with `probs` draws: the nodes on its path of first children come before all
     others, so that neither their tokens nor another source's decide whether they are kept, and
@@ -77,8 +77,7 @@ def head(tree: DraftTree, num_nodes: int | np.ndarray) -> DraftTree:
 
 
 def likeliest_chain(tree: DraftTree, max_nodes: int | np.ndarray) -> DraftTree:
-    """Keep a path of at most `max_nodes` per row of a merged tree: the likeliest child at every
-    node."""
+    """Keep a path per row of a merged tree, by the likeliest children, to `max_nodes` nodes."""
     longest = np.broadcast_to(max_nodes, tree.num_rows).tolist()
     order: list[int] = []
     offsets = np.zeros(tree.num_rows + 1, np.int64)
@@ -137,7 +136,7 @@ class Ensemble:
     """Merges the trees of its sources by learned acceptance rates.
 
     A source that raises is left out for the rest of the call, with one warning. A source without
-    the trait `sees_all` observes only the steps that ask it and those before.
+    the trait `sees_all` observes only the steps that ask it, and the step before each of them.
 
     Attributes:
         guard: Runs the sources, by their numbers, and as the last part drafting as a whole.
@@ -155,8 +154,7 @@ class Ensemble:
     ) -> None:
         """Give each source its rates in the calibration, which lists the sources in this order.
 
-        Tokens from `vocab_size` on and nodes beyond `max_new_tokens`, a number or [rows], are
-        dropped.
+        Tokens from `vocab_size` on are dropped, and nodes beyond `max_new_tokens`, also [rows].
         """
         self._sources = list(sources)
         for index, source in enumerate(sources):

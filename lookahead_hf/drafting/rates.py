@@ -1,4 +1,4 @@
-"""How often drafts are accepted, how long a source that fails rests, and what later calls find."""
+"""Learns how often drafts are accepted, lets poor sources rest, and keeps rates between calls."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from lookahead_hf.drafting.budget import CostModel
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.model.state import kept
 
-PRIOR_WEIGHT = 10.0
-"""Number of tests that a source's own estimate counts for."""
+PRIOR_WEIGHT = 10.0  # Number of tests that a source's own estimate counts for
 
 MEMORY = 100.0
 """Tests after which a bucket forgets as much as it learns, and most that later calls inherit."""
@@ -165,8 +164,7 @@ KEPT = 0.98
 DEBT, CREDIT = 1.5, 4.0
 """Loss, in steps' time, at which a source is paused; gain that it can save up."""
 
-PRICE = 0.004
-"""Share of the time that retries of a paused source may take."""
+PRICE = 0.004  # Share of the time that retries of a paused source may take
 
 
 class SourceBackoff:
@@ -248,6 +246,7 @@ class ModelMemory:
 
 
 def memory_of(model: Any) -> ModelMemory:
+    """Return what drafting keeps of a model between calls."""
     return kept(model, ModelMemory, ModelMemory)
 
 

@@ -101,7 +101,7 @@ def _by_name(name: str, request: Request, model: Any, call: TargetCall) -> Draft
     except TypeError as error:
         allowed = [*inspect.signature(make).parameters][len(first) :]
         wrong = next((each for each in options if each not in allowed), None)
-        hint = "" if wrong is None else f"; {known_names(allowed)}"
+        hint = "" if wrong is None else f"; {known_names(allowed or ['none'])}"
         raise ValueError(f"options of the drafter {name!r}: {options!r}: {error}{hint}") from error
     return drafter
 

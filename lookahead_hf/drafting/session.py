@@ -55,6 +55,7 @@ def take(session: Any, sources: Sequence[Drafter]) -> list[Drafter]:
 
 
 def release(sources: Sequence[Drafter]) -> None:
+    """Let other sessions use the sources."""
     with _lock:
         for source in sources:
             _users.pop(_key(source), None)
@@ -69,11 +70,8 @@ INVARIANT_WIDTH = 16
 """Tokens per row of every block with `draft_invariant`, whatever the drafters and the budget. Of a
 longer chain, seldom more than 15 tokens are accepted."""
 
-NUM_RESTS = 8
-"""Steps without a draft after a draft whose K or V were not finite."""
-
-CHAIN_OF = 64
-"""Nodes of the tree from which a chain is taken."""
+NUM_RESTS = 8  # Steps without a draft after a draft whose K or V were not finite
+CHAIN_OF = 64  # Nodes of the tree from which a chain is taken
 
 
 @dataclass(frozen=True)
@@ -217,10 +215,7 @@ class DraftSession:
         logits: torch.Tensor,  # [rows, 1 + most nodes, vocab]
         step_seconds: float | None,
     ) -> None:
-        """Learn from a step, whose emitted tokens are in the rows already.
-
-        `step_seconds` is its time without drafting, None if the step also did other work.
-        """
+        """Learn from a step; its seconds are without drafting, None if it also did other work."""
         self._guard.run(-1, self._learn, rows, draft, verdict, logits, step_seconds)
 
     def _learn(

@@ -1,1 +1,1 @@
-"""Engines: what runs a step in place of the model's own code."""
+"""Engines, which run steps in place of the model's own code."""

@@ -1,4 +1,4 @@
-"""Recurrent states: mixers in steps, and states that can go back."""
+"""Runs mixers with recurrent states in steps: a state waits until its tokens are kept."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ def _in_steps(module: Any) -> Callable[..., Any]:
     return forward
 
 
-MOST_PENDING = 16
-"""Kept tokens of a row that make its state advance over them."""
+MOST_PENDING = 16  # Kept tokens of a row that make its state advance over them
 
 
 class Mixer:
@@ -61,8 +60,7 @@ class Mixer:
     def forward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a block by the module's forward, from the state of every row, which stays as it is.
 
-        Returns:
-            The module's outputs for the block; tensors are [rows, width, ...].
+        Returns the module's outputs for the block; tensors are [rows, width, ...].
         """
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         inputs = given.pop(self._names[0])
@@ -233,12 +231,8 @@ class RecurrentLayers:
     def __init__(self, model: nn.Module, cache: Any, num_rows: int, by_token: bool = False) -> None:
         """Prepare for one call.
 
-        Args:
-            model: The target.
-            cache: The cache that holds the states.
-            num_rows: Rows of the batch.
-            by_token: Whether every mixer gets a block's tokens one by one, so that a token's bits
-                do not depend on the draft.
+        With `by_token`, every mixer gets a block's tokens one by one, so that a token's bits do not
+        depend on the draft.
         """
         self._mixers: dict[int, Mixer] = {}
         for module in facts_of(model).mixers:

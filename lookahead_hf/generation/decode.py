@@ -140,8 +140,7 @@ def build_drafters(
 ) -> list[Drafter]:
     """Build the drafters of a call, which costs little; `num_rows` is None if it is not known.
 
-    Raises:
-        ValueError: An option, a pool or a prediction is wrong.
+    ValueError if an option, a pool or a prediction is wrong.
     """
     predictions = request.prediction
     if predictions is not None and (not predictions or (num_rows or 0) % len(predictions)):

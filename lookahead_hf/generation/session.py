@@ -30,10 +30,7 @@ if TYPE_CHECKING:
 
 
 def finish_cache(session: BatchSession, columns: int) -> Any:
-    """Leave cache, outputs and other processes as plain does after so many generated columns.
-
-    Returns the cache, None if the caller does not see it.
-    """
+    """Leave everything as plain does after so many columns; return the cache if it is shown."""
     returned, processes = session.call.returns_cache, session.processes
     vocab = compat.text_config(session.call.model).vocab_size
     raises = not 0 <= (session.call.pad or 0) < vocab  # as plain does where it feeds such a pad
@@ -49,8 +46,7 @@ def finish_cache(session: BatchSession, columns: int) -> Any:
 def break_off(session: BatchSession) -> None:
     """Hand back a cache of the caller's after an exception.
 
-    It holds whole steps only and ends where the slowest row ends. A later call feeds the tokens
-    that it lacks.
+    It holds whole steps only and ends where the slowest row ends; a later call feeds the rest.
     """
     try:
         if session.call.returns_cache and session.runner.beginning is not None:

@@ -46,13 +46,9 @@ def run(
 ) -> Any:
     """Generate speculatively if the call asks for that, else call `original` with its arguments.
 
-    Args:
-        model: The model that generates.
-        original: Its `generate` as it would be without speculation, bound.
-        args: Positional arguments of the call.
-        kwargs: Keyword arguments of the call.
-        default: Decides if neither the call nor a generation config does.
-        by_name: Whether our own function was called, not a model's `generate`.
+    `original` is the model's `generate` as it would be without speculation, bound. `default`
+    decides if neither the call nor a generation config does; `by_name` says that our own function
+    was called, not a model's `generate`.
     """
     is_inner = "speculative" not in kwargs and not by_name and _is_decided(model, kwargs)
     if is_inner or isinstance(kwargs.get("custom_generate"), Strategy):
@@ -129,9 +125,7 @@ def _serve(
 def _request(model: Any, arguments: GenerateArguments, config: SpeculativeConfig) -> Request:
     """Return the request of a call, checked as far as that costs nothing before an encoder runs.
 
-    Raises:
-        Unserved: The call cannot be speculated.
-        ValueError: The prediction is wrong.
+    Unserved if it cannot be speculated, ValueError if the prediction is wrong.
     """
     given, prediction = arguments.given, arguments.prediction()
     fallback.check_settings(arguments.setting)

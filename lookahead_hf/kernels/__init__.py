@@ -7,9 +7,9 @@ from lookahead_hf.kernels.data import (
     MAX_HEAD_DIM,
     PathTable,
     RowScan,
+    TopKCounts,
     TopRows,
     TreeWalk,
-    Wanted,
 )
 from lookahead_hf.kernels.dispatch import (
     argmax,
@@ -29,9 +29,9 @@ __all__ = [
     "MAX_HEAD_DIM",
     "PathTable",
     "RowScan",
+    "TopKCounts",
     "TopRows",
     "TreeWalk",
-    "Wanted",
     "argmax",
     "backend",
     "compact_on_host",

@@ -24,8 +24,7 @@ from lookahead_hf.kernels.data import RowScan
 LOWEST_KEY = tl.constexpr(-(2**31))
 """Below the key of every score, minus infinity included: masked lanes carry it and never win."""
 
-LOWEST_PACKED = tl.constexpr(-(2**63))
-"""The same for packed keys."""
+LOWEST_PACKED = tl.constexpr(-(2**63))  # The same for packed keys
 
 
 @triton.jit
@@ -97,8 +96,7 @@ def try_launch(device: torch.device) -> None:
     launch(_trial_kernel, (1,), out, out_ptr=out, num_warps=1)
 
 
-PART = 256
-"""Entries that `topk_rows` reads again for each of the k best parts."""
+PART = 256  # Entries that `topk_rows` reads again for each of the k best parts
 
 _MIN_TILE = 2048
 _MAX_TILES = 128

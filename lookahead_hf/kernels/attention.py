@@ -30,8 +30,7 @@ from lookahead_hf.kernels.data import MAX_ATTENTION_NODES, MAX_HEAD_DIM
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 
-LEAST_KEYS = 128
-"""Fewest keys that a program reads."""
+LEAST_KEYS = 128  # Fewest keys that a program reads
 
 TAIL = tl.constexpr(64)
 """Keys are cut into tiles at multiples of this; a row has as many nodes at most."""

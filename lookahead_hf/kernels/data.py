@@ -1,4 +1,4 @@
-"""What the kernels take and return."""
+"""The data that kernels take and return."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 MAX_ATTENTION_NODES = 64
 """Nodes of a row in `tree_attention`, node 0 included: one bit each in the ancestor words."""
 
-MAX_HEAD_DIM = 256
-"""Largest head of `tree_attention`."""
+MAX_HEAD_DIM = 256  # Largest head of `tree_attention`
 
 
 class PathTable:
@@ -79,46 +78,33 @@ class PathTable:
 
 
 class RowScan(NamedTuple):
-    """One pass over logits; verification reads `best`, and `topk_rows` reads everything.
+    """One pass over logits; verification reads `best`, and `topk_rows` reads everything."""
 
-    Attributes:
-        best: Greatest entry of every tile, packed by `_common.pack`, [rows, nodes, tiles] int64.
-        parts: Order keys of the greatest entries of `PART` entries each, [rows, nodes, parts]
-            int32; a tile has a whole number of parts.
-        sums: `sum(exp(entry - greatest entry))` of every tile, [rows, nodes, tiles] float32.
-    """
-
+    # Greatest entry of every tile, packed by `_common.pack`, [rows, nodes, tiles] int64
     best: torch.Tensor
+    # Order keys of the greatest entries of `PART` entries each, [rows, nodes, parts] int32; a tile
+    # has a whole number of parts.
     parts: torch.Tensor
+    # `sum(exp(entry - greatest entry))` of every tile, [rows, nodes, tiles] float32
     sums: torch.Tensor
 
 
-class Wanted(NamedTuple):
-    """How many entries `topk_rows` finds for which nodes of a step's trees.
+class TopKCounts(NamedTuple):
+    """How many entries `topk_rows` finds for which nodes of a step's trees."""
 
-    Attributes:
-        walk: `TreeWalk.packed`, [rows, 2 + width] int64; all k are found where a path ends.
-        num_nodes: Drafted nodes of each row, behind which there is padding, [rows] integers.
-        few: Entries to find at all other nodes, at most k.
-    """
-
+    # `TreeWalk.packed`, [rows, 2 + width] int64; all k are found where a path ends.
     walk: torch.Tensor
+    # Drafted nodes of each row, behind which there is padding, [rows] integers
     num_nodes: torch.Tensor
-    few: int
+    few: int  # entries to find at all other nodes, at most k
 
 
 class TopRows(NamedTuple):
-    """The best entries of every row.
+    """The best entries of every row."""
 
-    Attributes:
-        values: Best first, [rows, k] float32.
-        ids: Their token ids, [rows, k] int64.
-        log_sum: `logsumexp` of the whole row, [rows] float32.
-    """
-
-    values: torch.Tensor
-    ids: torch.Tensor
-    log_sum: torch.Tensor
+    values: torch.Tensor  # best first, [rows, k] float32
+    ids: torch.Tensor  # their token ids, [rows, k] int64
+    log_sum: torch.Tensor  # `logsumexp` of the whole row, [rows] float32
 
 
 class TreeWalk(NamedTuple):
@@ -127,18 +113,15 @@ class TreeWalk(NamedTuple):
     Node 0 is the row's last token, node `1 + i` its drafted node `i`. A path begins with node 0, so
     `path[:, i]` belongs `i` slots behind the row's last token, and a row keeps `num_accepted + 1`
     of the tokens that were fed.
-
-    Attributes:
-        packed: `num_accepted`, `bonus` and `path` side by side, [rows, 2 + 1 + nodes] int64: all
-            that the host needs.
-        best: Token chosen at each node, -1 where a row has no such node, [rows, 1 + nodes] int64;
-            None where tokens are not chosen at every node.
-        scan: A kernel's pass over the scores, if it was to be kept.
     """
 
+    # `num_accepted`, `bonus` and `path` side by side, [rows, 2 + 1 + nodes] int64: all that the
+    # host needs
     packed: torch.Tensor
+    # Token chosen at each node, -1 where a row has no such node, [rows, 1 + nodes] int64; None
+    # where tokens are not chosen at every node.
     best: torch.Tensor | None = None
-    scan: RowScan | None = None
+    scan: RowScan | None = None  # a kernel's pass over the scores, if it was to be kept
 
     @property
     def num_accepted(self) -> torch.Tensor:

@@ -120,10 +120,7 @@ tree_attention: Callable[..., torch.Tensor] = _dispatched("tree_attention")
 
 
 def compact_path(
-    table: PathTable,
-    lengths: torch.Tensor,
-    path: torch.Tensor,
-    num_kept: torch.Tensor,
+    table: PathTable, lengths: torch.Tensor, path: torch.Tensor, num_kept: torch.Tensor
 ) -> None:
     """Keep one path of every row's draft tree in the cache: move its tokens together, in place.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from lookahead_hf.kernels.data import PathTable, RowScan, TopRows, TreeWalk, Wanted
+from lookahead_hf.kernels.data import PathTable, RowScan, TopKCounts, TopRows, TreeWalk
 
 
 def verify_tree(
@@ -141,7 +141,7 @@ def topk_rows(
     logits: torch.Tensor,  # [rows, vocab]
     k: int,
     scan: RowScan | None = None,
-    wanted: Wanted | None = None,
+    wanted: TopKCounts | None = None,
 ) -> TopRows:
     """Find the `k` best entries of every row, best first, and the `logsumexp` of the row.
 

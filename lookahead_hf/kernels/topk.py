@@ -31,13 +31,12 @@ from lookahead_hf.kernels._common import (
     packed_score,
     tile_best,
 )
-from lookahead_hf.kernels.data import RowScan, TopRows, Wanted
+from lookahead_hf.kernels.data import RowScan, TopKCounts, TopRows
 
 MAX_FUSED_K = 64
 """Largest k of the kernel, a program of which holds k tiles at once; torch finds more."""
 
-_MOST_FOR_EIGHT_WARPS = 8192
-"""Most candidates that eight warps hold in registers."""
+_MOST_FOR_EIGHT_WARPS = 8192  # Most candidates that eight warps hold in registers
 
 
 @triton.jit
@@ -129,7 +128,7 @@ def topk_rows(
     logits: torch.Tensor,  # [rows, vocab]
     k: int,
     scan: RowScan | None = None,
-    wanted: Wanted | None = None,
+    wanted: TopKCounts | None = None,
 ) -> TopRows:
     """See `reference.topk_rows`; entries that are not wanted have the id -1."""
     if k > MAX_FUSED_K:

@@ -1,1 +1,1 @@
-"""Facts about a model: its positions, numerics."""
+"""A model: facts, what is kept of it between calls, a self test, internals of transformers."""

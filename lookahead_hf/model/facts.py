@@ -1,4 +1,4 @@
-"""What is known of a model, read in one walk, and what its numbers depend on."""
+"""Facts about a model, read in one walk over it, and everything that its results depend on."""
 
 from __future__ import annotations
 
@@ -14,13 +14,10 @@ from lookahead_hf.model.state import state_of
 
 
 class ModelFacts:
-    """Facts that would each take a walk over the modules.
-
-    Every call reads them when it begins, so that a change between calls counts.
-    """
+    """Facts that take a walk over the modules, read anew as each call begins."""
 
     def __init__(self, model: Any, named: Sequence[tuple[str, nn.Module]]) -> None:
-        """Read a model; `named` are all of its modules, also those that are there twice."""
+        """Read a model; `named` are all of its modules, a shared one under each of its names."""
         modules = list(dict.fromkeys(module for _, module in named))
         self.key = _key(model)  # changes if class, configuration, mode or hooks do
         self.attention_configs = compat.configs_of(modules)

@@ -34,8 +34,7 @@ TOLERANCE, TOLERANCE_HALF = 0.01, 0.15
 """Largest difference allowed, in standard deviations of the logits; a wrong mask gives about 1."""
 
 TOLERANCE_CHAINS = 1e-3
-"""The same for a model with recurrent states. Rounding gives about 1e-5, an ignored state 2e-2 in a
-tiny Jamba."""
+"""The same for recurrent states. In a tiny Jamba rounding gives 1e-5, an ignored state 2e-2."""
 
 TREES = ((2, 0), (1, 2))
 """Right tokens in the drafts of two rows, step by step; a wrong token is drafted beside them."""
@@ -51,18 +50,12 @@ logger = logging.getLogger(__name__)
 
 
 def refusal(model: Any, is_flat: bool = False) -> tuple[str, str]:
-    """Return why draft trees over ragged rows give other logits than plain forwards.
+    """Return why draft trees over ragged rows give other logits than plain forwards, and a remedy.
 
-    Types in `TRIED` are trusted if transformers' own methods run them and every layer of the cache
-    has one place. Any other model is tested once for each of its numerics, with ten forwards over a
-    dozen tokens. A fault that hooks may have caused is not remembered.
-
-    Args:
-        model: The target.
-        is_flat: Whether the blocks are flat; see `block.packed`.
-
-    Returns:
-        The fault, and what to do about it; each may be empty.
+    Both may be empty. Types in `TRIED` are trusted if transformers' own methods run them and every
+    layer of the cache has one place. Any other model is tested once for each of its numerics, with
+    ten forwards over a dozen tokens, in flat blocks if asked. A fault that hooks may have caused is
+    not remembered.
     """
     if compat.text_config(model).model_type in TRIED and facts_of(model).is_stock:
         return "", ""
@@ -96,8 +89,7 @@ def _kind(model: Any, key: Hashable) -> Hashable | None:
 def fault(model: Any, is_flat: bool) -> str:
     """Run the self test of a model; return the fault, empty for none.
 
-    Exceptions count, since a call would meet them too; lack of memory and failures of the system
-    are raised.
+    Exceptions count, as a call would meet them too; lack of memory and system errors are raised.
     """
     name = type(model).__name__
     try:
@@ -143,12 +135,8 @@ def _differs_by(model: Any, is_flat: bool) -> float:
 def _plain_by_steps(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return the plain logits behind a prompt, [rows, tokens, vocab], computed token by token.
 
-    The inputs of each step are prepared as in `generate`, which a class may override.
-
-    Args:
-        model: The model.
-        ids: The text, [rows, columns], of which one forward reads the first `PROMPT` columns.
-        mask: Its mask, of the same shape.
+    The inputs of each step are prepared as in `generate`, which a class may override. One forward
+    reads the first `PROMPT` columns of the text.
     """
     given: dict[str, Any] = {"use_cache": True, "attention_mask": mask[:, :PROMPT]}
     names = compat.decoder_names(model)

@@ -22,7 +22,7 @@ class ModelState:
     """
 
     lock: threading.RLock = field(default_factory=threading.RLock)
-    warned: set[str] = field(default_factory=set)  # reasons for a fallback, quantised activations
+    warned: set[str] = field(default_factory=set)  # reasons for a fallback
     run_blocks: set[tuple[str, int, bool]] = field(default_factory=set)  # mode, tokens, if flat
     # Results of self tests, empty for no fault, by `Numerics` and whether blocks were flat.
     self_tests: dict[Hashable, str] = field(default_factory=dict)

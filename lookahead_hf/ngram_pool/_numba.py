@@ -45,10 +45,7 @@ NUM_FIELDS = 6
 
 @jit_inner
 def insert(text, links, heads, place, token_id, context):
-    """Write a token to its place, which ends the text; return the number of new entries.
-
-    `context`, [LONGEST_KEY] int32, is scratch.
-    """
+    """Write a token to its place, which ends the text; return the number of new entries."""
     text[place] = token_id
     links[place, :] = FREE
     if token_id <= BORDER:
@@ -185,8 +182,7 @@ def _match_len(text, place, context, equal, most):
 def _look_up(text, links, heads, context, shortest, scratch):
     """Fill `found` with the tokens that followed the context; return their number.
 
-    Occurrences are visited from the longest key down to `shortest`, except those that a longer key
-    finds too.
+    Occurrences are visited from the longest key down to `shortest`, none of them twice.
     """
     newest, occurrences, found = scratch
     occurrences[:] = 0
@@ -298,8 +294,7 @@ def _rank(ranked, order, scores, first, num_ranked, candidate, score):
 TEXT, LINKS, HEADS, TEXT_ROOM, NUM_HEADS, LENGTH, NUM_ENTRIES = range(7)
 NUM_COLUMNS = 7
 
-FILL = 0.75
-"""How full a hash table may be."""
+FILL = 0.75  # How full a hash table may be
 
 
 @intrinsic
@@ -324,8 +319,8 @@ def _arrays(state):
 def insert_rows(states, offsets, token_ids, done):
     """Append to each row's index its tokens from `done` on; return whether all had room.
 
-    `states` are [rows, 7] int64, `offsets` those of the rows' tokens, [rows + 1]; `done`, [rows],
-    is counted up.
+    `states` are [rows, 7] int64; `offsets`, [rows + 1], say which tokens each row has; `done`,
+    [rows], is counted up.
     """
     context = np.empty(LONGEST_KEY, np.int32)
     is_complete = True

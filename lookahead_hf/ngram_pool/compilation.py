@@ -19,8 +19,7 @@ from lookahead_hf.utils import warn_caller
 PIECE_SECONDS = 0.05
 """Time after which a step loads no more functions; one function takes up to 0.1 seconds."""
 
-POLL_SECONDS = 0.05
-"""Time between two looks at whether the other process has compiled something."""
+POLL_SECONDS = 0.05  # Time between two looks at whether the other process has compiled something
 
 AWAITED = "--awaited"
 """Tells the process that compiles that somebody waits for it, so that it need not yield."""
@@ -58,11 +57,7 @@ class Child:
     """A process that compiles groups of functions; it ends with this one."""
 
     def __init__(self, names: Sequence[str], is_awaited: bool = False) -> None:
-        """Start it; if somebody waits for it, it yields the processor to nobody.
-
-        Raises:
-            CompilingError: That is impossible.
-        """
+        """Start it, or raise CompilingError; if somebody waits for it, it yields to nobody."""
         # The executable of a packaged program is the program.
         if getattr(sys, "frozen", False) or not sys.executable:
             raise CompilingError("a packaged program has no interpreter to start")
@@ -139,11 +134,7 @@ class Functions:
         return not self.pending
 
     def is_on_disk(self) -> bool:
-        """Return whether everything is compiled, by whichever process.
-
-        Raises:
-            NumbaMissingError: numba cannot be imported.
-        """
+        """Return whether all is compiled, by whichever process; NumbaMissingError without numba."""
         return any(self._mark(root).exists() for root in _jit().folders())
 
     def compile(self) -> None:
@@ -155,11 +146,7 @@ class Functions:
         mark.touch()
 
     def require(self) -> None:
-        """Wait until everything is compiled, so that functions can be called.
-
-        Raises:
-            NumbaMissingError: That is impossible.
-        """
+        """Wait until the functions can be called; NumbaMissingError if that is impossible."""
         if self.pending and not _jit().may_compile and not self.is_on_disk():
             wait([self])
             self.check_available()
@@ -211,10 +198,7 @@ def request(
 ) -> None:
     """Have one process compile what is not on disk of some groups, in this order.
 
-    Args:
-        groups: The groups.
-        is_between_calls: Whether there is time to prepare numba for the functions.
-        is_awaited: Whether somebody waits for the process.
+    Between calls there is time to prepare numba. `is_awaited`: somebody waits for the process.
     """
     wanted = [each for each in groups if each.pending and each.child is None]
     wanted = [each for each in wanted if each.is_available()]
@@ -231,12 +215,7 @@ def request(
 
 
 def wait(groups: Sequence[Functions], seconds: float = math.inf) -> None:
-    """Wait until groups are compiled and loaded, or have failed.
-
-    Args:
-        groups: The groups, in the order in which they are needed.
-        seconds: When to give up waiting.
-    """
+    """Wait, for some seconds at most, until groups are loaded, in this order, or have failed."""
     request(groups, is_awaited=True)
     end = time.monotonic() + seconds
     for each in groups:
@@ -265,11 +244,8 @@ def _jit() -> ModuleType:
     return jit
 
 
-drafting = Functions("drafting")
-"""The functions of drafting."""
-
-common = Functions("common")
-"""The kernels for a CPU that serve all dtypes."""
+drafting = Functions("drafting")  # The functions of drafting
+common = Functions("common")  # The kernels for a CPU that serve all dtypes
 
 kernels = {
     name: Functions(name)
@@ -278,8 +254,7 @@ kernels = {
 """The kernels for a CPU that compute layers, by the name of the dtype, and of what multiplies tiles
 where products are not made by vectors."""
 
-GROUPS = {each.name: each for each in (common, *kernels.values(), drafting)}
-"""All groups by name."""
+GROUPS = {each.name: each for each in (common, *kernels.values(), drafting)}  # All groups by name
 
 if hasattr(os, "register_at_fork"):
     for _each in GROUPS.values():

@@ -37,8 +37,7 @@ from lookahead_hf.utils import cache_root
 
 logger = logging.getLogger(__name__)
 
-may_compile = False
-"""Whether this process compiles functions that are not on disk."""
+may_compile = False  # Whether this process compiles functions that are not on disk
 
 _HERE = Path(__file__).resolve()
 
@@ -164,11 +163,7 @@ def folder_of(root: Path | None, source: Path | None = None) -> Path:
 
 @cache
 def writable() -> Path | None:
-    """Return the first folder in which this process can write.
-
-    Raises:
-        OSError: It can write in none of them.
-    """
+    """Return the first folder in which this process can write; OSError if there is none."""
     errors = []
     with suppress(OSError):
         _temporary().mkdir(mode=0o700)
@@ -197,10 +192,7 @@ def key_of(name: str) -> str:
 
 @cache
 def _sources() -> str:
-    """Return a hash of what compiled functions are made of, whichever file they are in.
-
-    Times of files differ between copies of an image.
-    """
+    """Return a hash of the sources of compiled functions; times differ between copies."""
     digest = hashlib.sha256()
     with suppress(OSError):
         for file in sorted(each for name in _MADE_OF for each in _HERE.parents[1].glob(name)):
@@ -265,10 +257,7 @@ class _Implementation(CompileResultCacheImpl):
 
 
 class _Cache(FunctionCache):
-    """numba's cache on disk, which reads in all folders and saves in one.
-
-    A damaged file is written anew.
-    """
+    """numba's cache, read in all folders and saved in one, where damage is written anew."""
 
     _impl_class = _Implementation
 

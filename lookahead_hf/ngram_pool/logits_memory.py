@@ -1,7 +1,5 @@
 """The target's best logits after the contexts it has seen, keyed by the last tokens.
 
-`tests/oracles/logits_memory.py` has the compiled functions in numpy.
-
 The search for the best logits reads a row once, in lanes: lane `i` holds the elements `i`, `i +
 lanes`, `i + 2 lanes`, ... so that one vector instruction advances many lanes. The k best elements
 are in lanes whose maximum reaches the k-th largest maximum; only those are read again.
@@ -15,11 +13,8 @@ import numpy as np
 
 from lookahead_hf.ngram_pool.jit import jit, jit_inner
 
-LANES = 1024
-"""Lanes of a row of logits: 48 elements each for a vocabulary of 49,152."""
-
-WAYS = 4
-"""Entries that share one place of the hash table; the oldest of them is replaced."""
+LANES = 1024  # Lanes of a row of logits: 48 elements each for a vocabulary of 49,152
+WAYS = 4  # Entries that share one place of the hash table; the oldest of them is replaced
 
 
 @jit

@@ -23,13 +23,11 @@ from lookahead_hf.utils import replacing
 FORMAT = "lookahead_hf.ngram_pool"
 VERSION = 2
 
-MOST_TOKENS = 2**29
-"""Largest pool: an int32 entry of `heads` keeps a place and the number of a key."""
+MOST_TOKENS = 2**29  # Largest pool: an int32 entry of `heads` keeps a place and the number of a key
 
 MOST_VOCABULARY = 2**31 - 1
 
-CHUNK = 1024
-"""Tokens that are added at once: the most that another thread's look-up waits for."""
+CHUNK = 1024  # Tokens that are added at once: the most that another thread's look-up waits for
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +126,7 @@ class NgramPool:
                 raise ValueError("its number of tokens is out of range")
             if verifies and pool._metadata(arrays)["sha256"] != metadata["sha256"]:
                 raise ValueError("its checksum does not match")
-        except (KeyError, ValueError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{os.fspath(path)}: the pool is damaged ({error}): restore the file, or build it "
                 "again"
@@ -322,7 +320,7 @@ def _read(path: str | os.PathLike[str]) -> tuple[dict[str, str], Arrays]:
             if metadata.get("format") != FORMAT:
                 raise ValueError(f"its format is {metadata.get('format')!r}")
             text, links, heads = map(file.get_tensor, ("text", "links", "heads"))
-    except (ValueError, safetensors.SafetensorError) as error:
+    except (TypeError, ValueError, safetensors.SafetensorError) as error:
         raise ValueError(
             f"{os.fspath(path)} is not a pool, or a damaged one ({error}): make one with "
             "`lookahead-hf pool build` or `NgramPool.save`"

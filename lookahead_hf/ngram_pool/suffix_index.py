@@ -15,7 +15,7 @@ from lookahead_hf.ngram_pool.matches import LONGEST_MATCH, NUM_BUCKETS, NUM_KEYS
 ENTRIES_PER_TOKEN = 2.6
 
 SPARE = 256
-"""Tokens of room beyond those that a row lacks room for. Moving a row's tables takes 50
+"""Further tokens that a row gets room for when it needs more. Moving a row's tables takes 50
 microseconds, and with many short texts some row would move in every step."""
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -68,7 +68,7 @@ class SuffixIndexes:
     def extend(self, offsets: np.ndarray, token_ids: Sequence[int] | np.ndarray) -> None:
         """Append tokens to the text of every row; a negative id is a border.
 
-        `offsets` are those of the rows' tokens, [rows + 1] int64; `token_ids` are [tokens].
+        `offsets`, [rows + 1] int64, say which of `token_ids`, [tokens], belong to each row.
         """
         # Copies, since numba would compile again for read-only or strided arrays.
         offsets, token_ids = np.array(offsets, np.int64), np.array(token_ids, np.int64)
@@ -90,10 +90,7 @@ class SuffixIndexes:
         return copied
 
     def moved_on(self, num_tokens: int) -> SuffixIndexes:
-        """Return the rows moved on by one: the last is left out, the first is new.
-
-        It has room for `num_tokens`, which can be appended without moving anything.
-        """
+        """Return the rows moved on by one: the last is left out, the first has room for tokens."""
         moved = SuffixIndexes(len(self._states))
         for row in range(1, len(self._states)):
             moved.fill(row, self.filled(row - 1))
@@ -121,8 +118,7 @@ class SuffixIndexes:
     ) -> tuple[np.ndarray, ...]:
         """Grow a tree after each of some other texts, from the texts of all rows; see `grow`.
 
-        A tree has the nodes of the first row before those of the next, so that the same path may
-        turn up again.
+        A tree has the first row's nodes before the next one's: the same path may turn up again.
         """
         num_rows = len(self._states)
         starts = np.empty((len(contexts), LONGEST_MATCH), np.int32)

@@ -29,11 +29,8 @@ def is_text_of(request_id: str, result_id: str) -> bool:
     return result_id == request_id or str(result_id).startswith(f"{request_id}__child#")
 
 
-_SOFT_PAUSE = 1
-"""omp_pause_soft of OpenMP 5: the threads keep their data and can be started again."""
-
-_PROCESS = os.getpid()
-"""Id of the process that imported this module, to recognise forked ones."""
+_SOFT_PAUSE = 1  # omp_pause_soft of OpenMP 5: the threads keep their data and can be started again
+_PROCESS = os.getpid()  # Id of the process that imported this module, to recognise forked ones
 
 _logger = logging.getLogger(__name__)
 
@@ -61,14 +58,9 @@ def _is_left_alone() -> bool:
     return all(each.name.startswith(RUN) for each in others)
 
 
-RUN = "lookahead_hf queue"
-"""The beginning of the names of managers' threads."""
-
-IDLE_SECONDS = 0.1
-"""Longest time between two looks for requests in an idle run."""
-
-ROOM_SECONDS = 10.0
-"""Longest wait for room in a full queue, as of transformers' manager."""
+RUN = "lookahead_hf queue"  # The beginning of the names of managers' threads
+IDLE_SECONDS = 0.1  # Longest time between two looks for requests in an idle run
+ROOM_SECONDS = 10.0  # Longest wait for room in a full queue, as of transformers' manager
 
 GOES_ON, FLUSHES, GIVES_UP, HAS_ENDED = range(4)
 """How soon a run stops: never, once nothing waits, before the next step, or already."""
@@ -201,11 +193,7 @@ class SpeculativeBatchingManager:
                 self._changed.notify_all()
 
     def add_request(
-        self,
-        input_ids: list[int],
-        request_id: str | None = None,
-        *args: Any,
-        **own: Any,
+        self, input_ids: list[int], request_id: str | None = None, *args: Any, **own: Any
     ) -> str | None:
         """Add a request, as with transformers' manager; `request_state` has all arguments.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import functools
 import inspect
 import logging
@@ -17,7 +18,7 @@ from transformers import ContinuousBatchingConfig
 from transformers.utils.logging import tqdm
 
 from lookahead_hf import fallback, stats
-from lookahead_hf.call.arguments import check_name, wanted
+from lookahead_hf.call.arguments import wanted
 from lookahead_hf.call.prepared import Request
 from lookahead_hf.config import SpeculativeConfig, check_int
 from lookahead_hf.fallback import FallbackReason, Unserved
@@ -36,23 +37,16 @@ mixed prompts took 0.79 of the time of 4 slots, and 0.93 of that of 8 (SmolLM2-1
 LEAST_ROOM = 1 << 30
 """Most bytes of K and V in the default slots; larger weights allow as many bytes as they have."""
 
-MOST_SLOTS = 4096
-"""The upper limit of `max_slots`."""
+MOST_SLOTS = 4096  # The upper limit of `max_slots`
 
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """The options of a call beside transformers' own arguments.
+    """The options of a call beside transformers' own arguments."""
 
-    Attributes:
-        speculative: What `speculative=` of `generate` takes.
-        max_slots: Most texts that are decoded together.
-        tokenizer: What `stop_strings` and a pool's fingerprint need.
-    """
-
-    speculative: Any = None
-    max_slots: int | None = None
-    tokenizer: Any = None
+    speculative: Any = None  # what `speculative=` of `generate` takes
+    max_slots: int | None = None  # most texts that are decoded together
+    tokenizer: Any = None  # what `stop_strings` and a pool's fingerprint need
 
 
 OWN = tuple(each.name for each in fields(BatchOptions))
@@ -87,8 +81,7 @@ def asking(asked: BatchOptions) -> Iterator[None]:
 
 def run_paged(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a `generate` with cache_implementation="paged", which calls `generate_batch`."""
-    speculative = kwargs.pop("speculative", None)
-    with asking(BatchOptions(speculative)):
+    with asking(BatchOptions(kwargs.pop("speculative", None))):
         return original(*args, **kwargs)
 
 
@@ -107,7 +100,7 @@ def call(
     settings = model.generation_config, ContinuousBatchingConfig()
     for name in kwargs.keys() - theirs:  # `generate_batch` ignores them
         if not any(hasattr(each, name) for each in settings):
-            check_name(original.__name__, name, OWN, theirs, ELSEWHERE)
+            _check_name(original.__name__, name, theirs)
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     given |= given.pop("kwargs", {})
     generation_config = given.get("generation_config")
@@ -134,6 +127,19 @@ def call(
         return original(*args, **kwargs)
 
 
+def _check_name(function: str, name: str, theirs: set[str]) -> None:
+    """Raise ValueError if an unknown argument resembles one of this library's, not of `theirs`."""
+    options = [each.name for each in fields(SpeculativeConfig)]
+    known = {*OWN, *options, *theirs, *ELSEWHERE}
+    meant = next(iter(difflib.get_close_matches(name, known, 1, cutoff=0.7)), None)
+    if meant is None or meant in theirs:
+        return
+    fix = ELSEWHERE.get(meant, f"did you mean {meant}=?")
+    if meant in options:
+        fix = ELSEWHERE.get(meant, f"pass speculative=SpeculativeConfig({meant}=...)")
+    raise ValueError(f"{function} has no argument {name!r}: {fix}")
+
+
 def _manager(
     model: Any,
     config: SpeculativeConfig,
@@ -142,12 +148,7 @@ def _manager(
     continuous_batching_config: Any = None,
     workload_hints: Any = None,
 ) -> SpeculativeBatchingManager:
-    """Return our manager.
-
-    Raises:
-        Unserved: This run is transformers' own.
-        ValueError: An argument has a value that is not allowed.
-    """
+    """Return our manager, or raise Unserved, or ValueError for wrong arguments."""
     engine, batching = engine_of(
         model, config, asked, generation_config, continuous_batching_config, workload_hints
     )
@@ -169,20 +170,18 @@ def _batch(
 ) -> dict[str, GenerationOutput]:
     """Decode prompts, or requests with settings of their own, in the caller's thread.
 
-    Args:
-        inputs: Token ids of each prompt, or the arguments of `add_request` by their names.
-
-    Raises:
-        Unserved: This run is transformers' own.
-        ValueError: An argument has a value that is not allowed.
+    The `inputs` are token ids of each prompt, or the arguments of `add_request` by their names.
+    Unserved if this run is transformers' own, ValueError for wrong arguments.
     """
     requests = [each if isinstance(each, Mapping) else {"input_ids": each} for each in inputs]
     if not requests:
         return {}
-    if not all("input_ids" in each for each in requests):
-        raise ValueError("a request has no input_ids: give the token ids of its prompt")
+    if not all(hasattr(each.get("input_ids"), "__len__") for each in requests):
+        raise ValueError("a request has no list of token ids: give one for each prompt")
     settings = generation_config or model.generation_config
     most_new = max_new_tokens or settings.max_new_tokens or 0
+    for each in requests:
+        check_int("max_new_tokens", each.get("max_new_tokens") or most_new, 0, 2**40)
     siblings = settings.num_return_sequences or 1
     hints = WorkloadHints(
         max_prompt_length=max(len(each["input_ids"]) for each in requests),
@@ -230,17 +229,9 @@ def engine_of(
 ) -> tuple[Engine, ContinuousBatchingConfig]:
     """Return an engine, and transformers' settings of continuous batching.
 
-    Args:
-        model: The model.
-        config: How to speculate.
-        asked: The options of the call.
-        generation_config: The settings of requests that do not say otherwise.
-        batching_config: transformers' settings of continuous batching.
-        hints: transformers' `WorkloadHints` of all requests, None if any number may come.
-
-    Raises:
-        Unserved: The run cannot be served.
-        ValueError: An argument has a value that is not allowed.
+    `generation_config` has the settings of requests that do not say otherwise; `hints` are
+    transformers' `WorkloadHints` of all requests, None if any number may come. Unserved if the run
+    cannot be served, ValueError for wrong arguments.
     """
     generation = copy.deepcopy(generation_config or model.generation_config)
     # transformers, too, looks into the generation config, though it warns of that.
@@ -269,9 +260,7 @@ def engine_of(
 def default_slots(model: Any, hints: Any) -> int:
     """Return how many texts to decode together if the caller does not say.
 
-    Args:
-        model: The model.
-        hints: transformers' `WorkloadHints` of the requests, None if it knows nothing.
+    `hints` are transformers' `WorkloadHints` of the requests, None if it knows nothing.
     """
     max_tokens = max(LEAST_ROOM, model.get_memory_footprint()) // bytes_per_token(model)
     longest = 1 if hints is None else hints.max_prompt_length + hints.max_generated_length

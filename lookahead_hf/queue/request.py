@@ -34,15 +34,10 @@ from lookahead_hf.verification.walk import Rules
 
 @dataclass
 class LogProbs:
-    """The log probabilities of a text.
+    """The log probabilities of a text."""
 
-    Attributes:
-        of_tokens: One per new token.
-        top: The likeliest tokens in the place of each new token, the likeliest first.
-    """
-
-    of_tokens: list[float] = field(default_factory=list)
-    top: list[dict[int, float]] = field(default_factory=list)
+    of_tokens: list[float] = field(default_factory=list)  # one per new token
+    top: list[dict[int, float]] = field(default_factory=list)  # the likeliest tokens of each place
 
     def add(self, num_top: int, scores: Iterable[torch.Tensor], tokens: list[int]) -> None:
         """Add tokens, which were chosen by scores, [vocab] each."""
@@ -73,8 +68,7 @@ class KeptScores(RequestedOutputs):
         return latest
 
 
-_STEP = 0x9E3779B1
-"""Odd, so that the seeds of 2^32 texts differ: a CPU's generator reads 32 bits."""
+_STEP = 0x9E3779B1  # Odd, so that the seeds of 2^32 texts differ: a CPU's generator reads 32 bits
 
 OBJECTS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 """Arguments of `generate` that a request may bring beside settings."""
@@ -90,8 +84,7 @@ def request_seed(seed: int, index: int) -> int:
     return (int.from_bytes(digest, "little") + index * _STEP) % 2**32
 
 
-MOST_TOP = 1024
-"""The upper limit of `top_logprobs`."""
+MOST_TOP = 1024  # The upper limit of `top_logprobs`
 
 
 def request_state(
@@ -119,8 +112,10 @@ def request_state(
 
 def text_ids(state: RequestState) -> list[str]:
     """Return the ids of a request's texts, its own last."""
-    name = state.request_id
-    return [*(f"{name}__child#{child}" for child in range(state.num_children)), name]
+    return [
+        *(f"{state.request_id}__child#{child}" for child in range(state.num_children)),
+        state.request_id,
+    ]
 
 
 def own_objects(state: RequestState) -> frozenset[int]:
@@ -141,21 +136,15 @@ def own_objects(state: RequestState) -> frozenset[int]:
 
 @dataclass(eq=False)
 class QueuedRequest:
-    """One text of a run; what follows `objects` is None before it has a row.
-
-    Attributes:
-        names: Ids that cancel it: its own and that of its request.
-        objects: See `own_objects`.
-        is_cancelled: Whether nobody wants it any more.
-        num_top: How many of the likeliest tokens in every place have a log probability beside the
-            chosen one; None if no token has.
-    """
+    """One text of a run; what follows `objects` is None before it has a row."""
 
     state: RequestState
     seed: int
-    names: frozenset[str] = frozenset()
-    objects: frozenset[int] = frozenset()
-    is_cancelled: bool = False
+    names: frozenset[str] = frozenset()  # ids that cancel it: its own and that of its request
+    objects: frozenset[int] = frozenset()  # see `own_objects`
+    is_cancelled: bool = False  # whether nobody wants it any more
+    # How many of the likeliest tokens in every place have a log probability beside the chosen one;
+    # None if no token has.
     num_top: int | None = None
     call: PreparedCall | None = None
     rules: Rules | None = None
@@ -178,26 +167,15 @@ def _set_for_one(config: Any, name: str) -> Any:
 
 @dataclass(frozen=True)
 class RequestBuilder:
-    """Turns requests into calls of `generate`.
-
-    Attributes:
-        model: The model.
-        generation_config: The settings of requests that do not say otherwise.
-        request: How to speculate.
-        returns_log_probs: Whether tokens have log probabilities if a request does not say.
-    """
+    """Turns requests into calls of `generate`."""
 
     model: Any
-    generation_config: Any
-    request: Request
-    returns_log_probs: bool = False
+    generation_config: Any  # the settings of requests that do not say otherwise
+    request: Request  # how to speculate
+    returns_log_probs: bool = False  # whether tokens have some if a request does not say
 
     def num_top(self, job: QueuedRequest) -> int | None:
-        """Take a request's wish for log probabilities out of its settings.
-
-        Raises:
-            ValueError: `top_logprobs` has a value that is not allowed.
-        """
+        """Take the wish for log probabilities out of a request; ValueError if it is wrong."""
         own = job.state.logit_processor_kwargs
         num_top = own.pop("top_logprobs", 0)
         check_int("top_logprobs", num_top, 0, MOST_TOP)
@@ -207,9 +185,7 @@ class RequestBuilder:
     def settings(self, job: QueuedRequest) -> dict[str, Any]:
         """Return the arguments of the call of `generate` that writes the text of a job.
 
-        Raises:
-            ValueError: The prompt is not a list of token ids, or a setting is unknown or the same
-                for the whole run.
+        ValueError if the prompt is no list of token ids, or a setting is unknown or the run's.
         """
         state, config = job.state, copy.deepcopy(self.generation_config)
         prompt = state.initial_tokens
@@ -253,9 +229,7 @@ class RequestBuilder:
     def call(self, job: QueuedRequest) -> PreparedCall:
         """Return the call of `generate` that writes the text of a job, prepared by transformers.
 
-        Raises:
-            Unserved: The call cannot be decoded together with others.
-            Exception: Whatever `generate` raises about its arguments.
+        Unserved if it cannot be decoded together with others; and whatever `generate` raises.
         """
         call = self._prepared(job)
         limit, last = compat.most_positions(self.model), call.generation_config.max_length - 1
@@ -290,8 +264,7 @@ class RequestBuilder:
     def rules(self, call: PreparedCall, seed: int, keeps_scores: bool = False) -> Rules:
         """Return how the text of a call gets its tokens; its log probabilities need the scores.
 
-        Raises:
-            Unserved: Its samples would depend on drafts, and so on the texts decoded beside it.
+        Unserved if its samples would depend on drafts, and so on the texts decoded beside it.
         """
         if self.request.draws(call.do_sample):
             detail = f"verification={self.request.config.verification!r} of samples"
@@ -301,12 +274,7 @@ class RequestBuilder:
         return rules_of(call, build_emitter(call, outputs, ColumnStream(None, 1, call.pad)), seed)
 
     def check(self) -> None:
-        """Check the model and the settings of the run.
-
-        Raises:
-            Unserved: They cannot be served.
-            ValueError: A drafter cannot be used in continuous batching.
-        """
+        """Check the model and the settings of the run: Unserved, or ValueError for a drafter."""
         model = self.model
         self._check_drafters()
         admission.admit(model, Purpose.REQUESTS)
@@ -364,14 +332,7 @@ class RequestBuilder:
 def write_alone(
     model: Any, settings: dict[str, Any], seed: int, on_token: Callable[[], bool]
 ) -> list[int]:
-    """Return the new tokens of a request.
-
-    Args:
-        model: The model.
-        settings: The arguments that `RequestBuilder.settings` returns.
-        seed: The seed of the request.
-        on_token: Called after every token; returns whether to stop.
-    """
+    """Return the new tokens of a request; `on_token`, called after each, says whether to stop."""
 
     def given_up(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         return torch.full((len(input_ids),), on_token(), device=input_ids.device)

@@ -38,29 +38,20 @@ class Engine:
 
     `session.decode` decodes them together. Every text is the one that `generate` writes for its
     prompt alone; see `request_seed` for samples. Threads may add and cancel requests meanwhile.
-
-    Attributes:
-        builder: Turns requests into calls of `generate`; it has checked the model.
-        max_slots: Most texts that are decoded together.
-        max_batch_tokens: Most tokens of a step, None for any number.
-        seed: The seed of the run.
-        hand_out: Takes an output; returns whether anybody hears of its text.
-        stops: Returns whether to give up the requests in progress.
-        pauses: Waits while the run is paused; returns whether it was.
-        waiting: Texts that have not begun.
-        taken: Texts in progress.
-        changed: Held while requests and outputs change hands, and notified of it.
     """
 
-    builder: RequestBuilder
-    max_slots: int
-    max_batch_tokens: int | None
-    seed: int
+    builder: RequestBuilder  # turns requests into calls of `generate`; it has checked the model
+    max_slots: int  # most texts that are decoded together
+    max_batch_tokens: int | None  # most tokens of a step, None for any number
+    seed: int  # the seed of the run
+    # Takes an output; returns whether anybody hears of its text.
     hand_out: Callable[[GenerationOutput], bool] = lambda output: True
-    stops: Callable[[], bool] = lambda: False
+    stops: Callable[[], bool] = lambda: False  # returns whether to give up the requests in progress
+    # Waits while the run is paused; returns whether it was.
     pauses: Callable[[], bool] = lambda: False
-    waiting: deque[QueuedRequest] = field(default_factory=deque)
-    taken: set[QueuedRequest] = field(default_factory=set)
+    waiting: deque[QueuedRequest] = field(default_factory=deque)  # texts that have not begun
+    taken: set[QueuedRequest] = field(default_factory=set)  # texts in progress
+    # Held while requests and outputs change hands, and notified of it
     changed: threading.Condition = field(default_factory=threading.Condition)
     _num_texts: int = 0
 
@@ -85,10 +76,7 @@ class Engine:
             self.changed.notify_all()
 
     def cancel(self, name: str) -> None:
-        """Cancel the texts of a request by its id, or one text by the id of its result.
-
-        Nothing more is handed out of them.
-        """
+        """Cancel a request with all of its texts, or one text by its id; no output follows."""
         with self.changed:
             for job in (*self.waiting, *self.taken):
                 job.is_cancelled |= name in job.names
@@ -200,11 +188,9 @@ class Prompts:
         self._runner.forget_nan(row)
 
     def reads_in_chunks(self, prompt_ids: np.ndarray, beside: bool) -> bool:
-        """Return whether a prompt is to be read in chunks: at once, it would delay other rows.
+        """Return whether to read a prompt, [tokens], in chunks: else it would delay rows `beside`.
 
-        Args:
-            prompt_ids: The prompt, [tokens] int64. One that the model cannot embed fails at once.
-            beside: Whether other rows decode.
+        One that the model cannot embed fails at once.
         """
         runner, most = self._runner, self._most or np.inf
         if not runner.is_flat or runner.beginning is None:
@@ -281,8 +267,7 @@ class Prompts:
     def renew(self) -> None:
         """Go on with weights that may have changed.
 
-        Texts go on with what they hold, which no other text may copy; prompts that are being read
-        begin again.
+        Texts go on with what they hold, which none may copy; prompts in the middle begin again.
         """
         self._runner.renew()
         self._held.clear()

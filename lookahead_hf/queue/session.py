@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class RowTimes:
-    """Time and fed tokens of the text in each row, which add up to those of the run.
+    """Time and fed tokens of the text in each row, which add up to the time and tokens of the run.
 
     What a step takes is shared equally by the texts in progress. If several of them share a prompt,
     the one that read it is charged for it.
@@ -76,23 +76,15 @@ STOPPED = "the run was stopped before this request was complete"
 
 @dataclass(frozen=True, slots=True)
 class QueueSession(Session):
-    """Decodes requests together; whenever a text ends, the next request takes its row.
-
-    Attributes:
-        prompts: What the rows hold of prompts.
-        times: The share of each request in the time of the run.
-        jobs: The requests in progress by row.
-        most_new: Most tokens that the text of each row may have, [rows] int64.
-        engine: Where requests come from and results go.
-        setup: What `generate` sets up for steps, undone while prompts are read alone.
-    """
+    """Decodes requests together; whenever a text ends, the next request takes its row."""
 
     verifier: Walk
-    prompts: Prompts
-    times: RowTimes
-    jobs: dict[int, QueuedRequest]
-    most_new: np.ndarray
-    engine: Engine
+    prompts: Prompts  # what the rows hold of prompts
+    times: RowTimes  # the share of each request in the time of the run
+    jobs: dict[int, QueuedRequest]  # the requests in progress by row
+    most_new: np.ndarray  # most tokens that the text of each row may have, [rows] int64
+    engine: Engine  # where requests come from and results go
+    # What `generate` sets up for steps, undone while prompts are read alone
     setup: ExitStack = field(default_factory=ExitStack)
 
     def start(self, stack: ExitStack) -> None:
@@ -233,10 +225,7 @@ class QueueSession(Session):
         self._finish(row, job, SpeculativeStats(fallback_reason=unserved.reason))
 
     def _pass_on(self, row: int, job: QueuedRequest) -> None:
-        """Pass on the tokens of the latest step, and free the row if its text has ended.
-
-        A request whose prompt is still read goes on with it.
-        """
+        """Pass on the tokens of the latest step, and free the row if its text has ended."""
         state, known = job.state, len(job.state.generated_tokens)
         if state.status is RequestStatus.PREFILLING:
             self._advance(row, job)
@@ -312,11 +301,7 @@ def decode(engine: Engine) -> None:
 
 
 def new_session(engine: Engine) -> QueueSession:
-    """Return a session with free rows only.
-
-    Raises:
-        ValueError: An option or a pool is wrong.
-    """
+    """Return a session with free rows only; ValueError if an option or a pool is wrong."""
     builder, num_rows = engine.builder, engine.max_slots
     model, request = builder.model, builder.request
     do_sample = bool(builder.generation_config.do_sample)

@@ -27,8 +27,7 @@ __all__ = ["Job", "Worker", "application", "row_seed"]
 HEADER = b"x-session-id"
 """Names the session of a request. Ray's consistent hash router reads the same header."""
 
-SESSION_TOKENS = 100_000
-"""Most tokens that are kept of a session, at 34 bytes each."""
+SESSION_TOKENS = 100_000  # Most tokens that are kept of a session, at 34 bytes each
 
 
 def application(
@@ -106,8 +105,7 @@ class SessionPools:
         return self._pools[session]
 
 
-OUTPUT = "output_"
-"""How the names of the columns that a job adds begin."""
+OUTPUT = "output_"  # How the names of the columns that a job adds begin
 
 
 def row_seed(seed: int, key: Any) -> int:

@@ -1,4 +1,4 @@
-"""Attention inside our forwards: grouped query heads as rows of one call, or our own kernel."""
+"""Attends in our forwards: by our kernel, or by torch with grouped query heads as rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lookahead_hf import kernels
-from lookahead_hf.block.block import Block, Held, kernel_serves, read_mask
+from lookahead_hf.block.block import Block, HeldSlots, kernel_serves, read_mask
 from lookahead_hf.block.packed import PackedBlock
 from lookahead_hf.model import compat
 from lookahead_hf.model.facts import facts_of
@@ -21,8 +21,7 @@ SERVED = ("eager", "sdpa")
 """Implementations that accept an additive mask. Flash attention does not, so draft steps use one of
 these or our kernel instead."""
 
-_PREFIX = "lookahead:"
-"""Begins the names of our attention; the model's own follows."""
+_PREFIX = "lookahead:"  # Begins the names of our attention; the model's own follows
 
 
 class _Name(str):
@@ -254,32 +253,25 @@ def fold(
     return out.reshape(rows, heads, width, -1).transpose(1, 2)
 
 
-_LEAST_SLOTS = 512
-"""Below this many slots, splitting the keys over programs does not pay."""
+_LEAST_SLOTS = 512  # Below this many slots, splitting the keys over programs does not pay
 
 _MANY_SLOTS = 1024
 """From this many slots on the kernel serves any number of rows: it reads what each row holds, while
 torch reads all slots of every row, and the mask."""
 
-_ROWS_PER_PROGRAM = 64
-"""Query rows of one program of torch's memory-efficient attention."""
+_ROWS_PER_PROGRAM = 64  # Query rows of one program of torch's memory-efficient attention
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def kernel_is_faster(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Return whether the kernel attends faster than torch.
+    """Return whether the kernel attends faster than torch, for [rows, heads, width or slots, dim].
 
     Torch's attention under a mask reads all keys of 64 query rows in one program. If that leaves
     processors of the GPU idle, the kernel is faster, because it splits the keys. With many slots it
     is, too, because it reads only what each row holds. Shapes alone decide, so that a text has the
     same bits whatever else the machine does. If LOOKAHEAD_HF_BACKEND asks for Triton, the kernel
     always serves.
-
-    Args:
-        query: [rows, heads, width, dim].
-        key: [rows, kv_heads, slots, dim].
-        value: [rows, kv_heads, slots, v_dim].
     """
     if max(query.shape[3], value.shape[3]) > kernels.MAX_HEAD_DIM or query.dtype not in _DTYPES:
         return False
@@ -304,7 +296,7 @@ def _processors(device: torch.device) -> int:
 
 def attend_by_kernel(
     block: Block,
-    held: Held,
+    held: HeldSlots,
     query: torch.Tensor,  # [rows, heads, width, dim]
     key: torch.Tensor,  # [rows, kv_heads, slots, dim]
     value: torch.Tensor,  # [rows, kv_heads, slots, v_dim]

@@ -24,12 +24,8 @@ def shared_change(
 ) -> Iterator[None]:
     """Make a change while at least one call is inside, and undo it when the last one leaves.
 
-    An interrupt at any line leaves things as they were found.
-
-    Args:
-        users: The calls inside, kept where all calls on the shared object find it.
-        make: Applies the change.
-        undo: Reverts it. Both must be idempotent.
+    An interrupt at any line leaves things as they were found. `users`, the calls inside, are kept
+    where all calls on the shared object find them. `make` and `undo` must be idempotent.
     """
     user = object()
 
@@ -87,19 +83,12 @@ class _Own:
 
 @dataclass(slots=True, eq=False)
 class ForwardContext:
-    """What the patches of a model read in one forward of ours.
+    """What the patches of a model read in one forward of ours."""
 
-    Attributes:
-        block: What the tokens of the forward see.
-        mixers: Forwards of the mixers, by the id of the mixer.
-        layers: The step in which an engine computes layers, in the engine's own form.
-        made: Results that the layers of this forward share.
-    """
-
-    block: Block | PackedBlock | None = None
-    mixers: Mapping[int, Callable[..., Any]] = field(default_factory=dict)
-    layers: Any = None
-    made: dict[Any, Any] = field(default_factory=dict)
+    block: Block | PackedBlock | None = None  # what the tokens of the forward see
+    mixers: Mapping[int, Callable[..., Any]] = field(default_factory=dict)  # by the id of the mixer
+    layers: Any = None  # the step in which an engine computes layers, in the engine's own form
+    made: dict[Any, Any] = field(default_factory=dict)  # results that layers share
 
 
 class _OfThread(threading.local):
@@ -116,10 +105,7 @@ def current() -> ForwardContext | None:
 
 @contextmanager
 def running(context: ForwardContext, device: torch.device) -> Iterator[None]:
-    """Run a forward of ours inside, on this thread.
-
-    On CUDA it does without cuDNN, which builds a plan for every new length of the cache.
-    """
+    """Run a forward inside, without cuDNN, which plans for every length of the cache."""
     outer = _thread.context
     _thread.context = context
     try:

@@ -56,12 +56,8 @@ class Runner:
     ) -> None:
         """Prepare for one call.
 
-        Args:
-            model: The target.
-            num_rows: Rows of the batch.
-            shape: The shape of every block, None to fit each draft.
-            steps: How an engine computes the layers, None for their own code.
-            flat: Whether blocks are flat.
+        `shape` is that of every block, None to fit each draft; `steps` how an engine computes the
+        layers, None for their own code.
         """
         self.model = model
         self.num_rows = num_rows
@@ -192,13 +188,8 @@ class Runner:
         one with the accepted path if the row emits a token. If it emits none because its prompt
         goes on, `keep` does, or the next block feeds the token again.
 
-        Args:
-            fed: As in `BlockLayout.flat`.
-            draft: The draft behind these tokens.
-            is_prompt: Whether they are prompts only, which run by the model's own code.
-
-        Returns:
-            Its outputs; the logits are [rows, 1 + most nodes, vocab].
+        `fed` is as in `BlockLayout.flat`; prompts alone (`is_prompt`) run by the model's own code.
+        The logits are [rows, 1 + most nodes, vocab].
         """
         step = self.forward(self._layout.flat(fed, draft), is_prompt)
         num_fed = np.array([len(tokens) for tokens in fed])
@@ -296,12 +287,7 @@ class Runner:
         return self.cache.slots.lengths - (self.cache.num_columns - self.cache.pads)
 
     def feed(self, tokens: list[list[int]], ahead: np.ndarray) -> StepOutputs:
-        """Run more tokens of every row in one forward; `keep` then keeps them in the cache.
-
-        Args:
-            tokens: Tokens per row, the last token of the row first; rows may have none.
-            ahead: Tokens of each row that were fed since the prompt, [rows].
-        """
+        """Run more tokens of every row, its last one first, in a forward, for `keep` to keep."""
         fields = DraftTree.from_chains([[fed[1:]] for fed in tokens]).padded(max(map(len, tokens)))
         for row, fed in enumerate(tokens):
             fields[0, row, : len(fed)] = fed
@@ -317,32 +303,20 @@ class Runner:
 
 @dataclass(frozen=True, slots=True)
 class StepOptions:
-    """What a call asks of its steps.
+    """What a call asks of its steps."""
 
-    Attributes:
-        model: The target.
-        num_rows: Rows of the batch.
-        num_new: Most new tokens of a row.
-        takes_flat: Returns whether blocks may be flat, given whether kernels read prompts.
-        shape: The shape of every block, None to fit each draft.
-        compiled_layers: As in `SpeculativeConfig`, and so is `cuda_graphs`.
-        is_alone: Whether no other process runs parts of the forwards.
-        observes: Whether the call reads further outputs of the forwards.
-        decides: Whether the device is to choose the tokens.
-        scoring: What it makes of the logits to choose by, None to choose the likeliest tokens.
-    """
-
-    model: Any
-    num_rows: int
-    num_new: int
+    model: Any  # the target
+    num_rows: int  # rows of the batch
+    num_new: int  # most new tokens of a row
+    # Returns whether blocks may be flat, given whether kernels read prompts
     takes_flat: Callable[[bool], bool]
-    shape: BlockShape | None = None
-    compiled_layers: bool | str = True
+    shape: BlockShape | None = None  # the shape of every block, None to fit each draft
+    compiled_layers: bool | str = True  # as in `SpeculativeConfig`, and so is `cuda_graphs`
     cuda_graphs: bool | str = "auto"
-    is_alone: bool = True
-    observes: bool = False
-    decides: bool = True
-    scoring: Scoring | None = None
+    is_alone: bool = True  # whether no other process runs parts of the forwards
+    observes: bool = False  # whether the call reads further outputs of the forwards
+    decides: bool = True  # whether the device is to choose the tokens
+    scoring: Scoring | None = None  # makes scores of logits; None to take the likeliest tokens
 
 
 def choose(name: str, options: StepOptions) -> Runner:

@@ -1,4 +1,4 @@
-"""The outputs of a step, their copies to the host, and what a device chooses its tokens from."""
+"""Outputs of a step, copies of them to the host, and the scores that a device chooses by."""
 
 from __future__ import annotations
 
@@ -95,8 +95,7 @@ _NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float3
 """Types of tensors that can be brought to the host."""
 
 
-_NUM_SAMPLED = 8
-"""Sampled logits of a token; one NaN in its hidden states makes all of them NaN."""
+_NUM_SAMPLED = 8  # Sampled logits of a token; one NaN in its hidden states makes all of them NaN
 
 
 def has_nan(logits: torch.Tensor) -> torch.Tensor:
@@ -107,17 +106,12 @@ def has_nan(logits: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutputs:
-    """A launched step.
+    """A launched step."""
 
-    Attributes:
-        logits: The target's, [rows, width, vocab]; valid until the next step.
-        of_model: What the model's forward returned, None if the step stays on a device.
-        hidden_states: The target's last ones, [rows, width, hidden], if a drafter reads them; valid
-            until the next step.
-    """
-
-    logits: torch.Tensor
-    of_model: Any = None
+    logits: torch.Tensor  # the target's, [rows, width, vocab]; valid until the next step
+    of_model: Any = None  # what the model's forward returned, None if the step stays on a device
+    # The target's last ones, [rows, width, hidden], if a drafter reads them; valid until the next
+    # step.
     hidden_states: torch.Tensor | None = None
 
     def count_nan(self) -> np.ndarray:
@@ -127,19 +121,12 @@ class StepOutputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceOutputs(StepOutputs):
-    """A launched step that is verified on a device.
+    """A launched step that is verified on a device."""
 
-    Attributes:
-        copy: Brings further tensors of the step to the host.
-        walk: `TreeWalk.packed`, [rows, 2 + width].
-        num_nan: What `count_nan` returns, [rows].
-        is_finite: As in `Scores`.
-    """
-
-    copy: HostCopy
-    walk: PendingCopy
-    num_nan: PendingCopy
-    is_finite: PendingCopy | None
+    copy: HostCopy  # brings further tensors of the step to the host
+    walk: PendingCopy  # `TreeWalk.packed`, [rows, 2 + width]
+    num_nan: PendingCopy  # what `count_nan` returns, [rows]
+    is_finite: PendingCopy | None  # as in `Scores`
 
     def count_nan(self) -> np.ndarray:
         return self.num_nan.take()
@@ -147,17 +134,11 @@ class DeviceOutputs(StepOutputs):
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The scores that a device chooses the tokens of a step from.
+    """The scores that a device chooses the tokens of a step from."""
 
-    Attributes:
-        values: Processed logits, or probabilities, [rows, width, vocab].
-        noise: Noise by depth, given with probabilities, [rows, depths, vocab].
-        is_finite: Whether all probabilities of a node are finite, [rows, width] int64.
-    """
-
-    values: torch.Tensor
-    noise: torch.Tensor | None = None
-    is_finite: torch.Tensor | None = None
+    values: torch.Tensor  # processed logits, or probabilities, [rows, width, vocab]
+    noise: torch.Tensor | None = None  # by depth, beside probabilities, [rows, depths, vocab]
+    is_finite: torch.Tensor | None = None  # whether a node's probabilities are, [rows, width] int64
 
 
 Scoring = Callable[[Rows, DraftTree, torch.Tensor], Scores]

@@ -1,4 +1,4 @@
-"""All changes to a model in one context, and the positions that its decoder gets by them."""
+"""Makes all changes to a model in one context, and gives its decoder positions by them."""
 
 from __future__ import annotations
 

@@ -28,14 +28,8 @@ def prefill(
 ) -> Any:
     """Run the prompt as plain `generate` does, and let the runner take over its cache.
 
-    Args:
-        runner: The runner.
-        call: The call.
-        before_steps: Called after the forward, before the steps are prepared.
-        shown: Arguments of all forwards, by which they return more than the call asks for.
-
-    Returns:
-        The forward's outputs.
+    `before_steps` is called after the forward, before the steps are prepared. `shown` are arguments
+    of all forwards, which return more by them. Returns the forward's outputs.
     """
     passed, position_ids = {**shown, **call.passed}, call.position_ids  # of the empty cache
     if _may_be_fed(runner, call, passed):

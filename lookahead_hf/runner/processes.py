@@ -1,4 +1,4 @@
-"""Who decodes a call: this process alone, or several."""
+"""Says who decodes a call: this process alone, or several."""
 
 from __future__ import annotations
 
@@ -25,12 +25,8 @@ def is_one_of_several() -> bool:
 def coordinator(model: Any, synced: bool = False) -> Any:
     """Return the module that coordinates several processes, None if this process is alone.
 
-    Args:
-        model: The model; it may say that it is divided.
-        synced: Whether the caller says that all processes run equally many forwards.
-
-    Raises:
-        Unserved: The module is not installed.
+    The model may say that it is divided, and the caller that all processes run equally many
+    forwards (`synced`). Unserved if the module is not installed.
     """
     is_divided = max(compat.num_pipeline(model), compat.num_tensor_parallel(model)) > 1
     if not (synced or is_divided or is_one_of_several()):

@@ -1,4 +1,4 @@
-"""Whether a model's own code may be replaced or captured: every such question is answered here.
+"""Answers every question of whether a model's own code may be replaced or captured.
 
 Reasons against it are values of `execution`, which the statistics show.
 """
@@ -61,8 +61,7 @@ def attention_of(name: str, module: nn.Module) -> tuple[Any, bool]:
 def is_hooked(module: nn.Module) -> bool:
     """Return whether hooks of a module do something now.
 
-    transformers leaves some that only act in a forward whose hidden states or attentions are
-    collected.
+    transformers leaves some that only act where hidden states or attentions are collected.
     """
     return compat.is_hooked(module) or (compat.is_recording() and any(compat.hooks_of(module)))
 
@@ -93,7 +92,7 @@ _METHODS = {"generate", "generate_batch", "init_continuous_batching"}  # that `e
 _SKIPPED = frozenset({*vars(nn.Module()), *_METHODS, "generation_config", compat.ROPE_NOTE}) - {
     "training"
 }
-"""Attributes that are read as what they are, and those that `generate` reads and no forward."""
+"""Attributes that are read elsewhere, and attributes that `generate` reads but no forward."""
 
 _LAYOUT: tuple[Callable[[Any], Any], ...] = (
     attrgetter("__class__", "shape", "dtype", "is_cpu"),
@@ -133,11 +132,9 @@ class Watch:
     def __init__(self, modules: Iterable[nn.Module], is_graph: bool = False) -> None:
         """Read modules.
 
-        Args:
-            modules: The modules.
-            is_graph: Whether a graph has baked in addresses and configurations, too. The weights
-                stay in memory as long as the watch. Otherwise weights may move, and whatever is
-                called in place of the first module does not count.
+        `is_graph`: a graph has baked in addresses and configurations, too; the weights stay in
+        memory as long as the watch. Otherwise weights may move, and whatever is called in place of
+        the first module does not count.
         """
         self.modules = list(modules)
         self.functions: dict[tuple[Any, str], Any] = {}
@@ -164,7 +161,7 @@ class Watch:
         self._data = [(each, each.data_ptr(), each.untyped_storage()) for each in baked]
         self._attention = _attention_functions() if is_graph else ()
         self._found += map(_Same, self._attention)
-        settings = _process_settings(distinct[0].device.type) if is_graph else ()
+        settings = _process_settings() if is_graph else ()
         self.key = (*settings, *self._found)
         self._found.clear()
 
@@ -268,6 +265,8 @@ def blockers(model: nn.Module, extras: Mapping[str, Any]) -> list[str]:
         found.add(execution.TENSORS)
     if compat.reads_lengths(model):
         found.add(execution.READS_LENGTHS)
+    if compat.is_autocast():
+        found.add(execution.AUTOCAST)
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         found.add(execution.CAPTURED)
     order = vars(execution).values()
@@ -293,21 +292,20 @@ class _Same:
 
 
 def addresses(tensor: torch.Tensor) -> list[tuple[Any, ...]]:
-    """Return where a tensor's numbers are, or those of the tensors that it wraps."""
+    """Return where the numbers of a tensor, or of the tensors that it wraps, are in memory."""
     if hasattr(tensor, "__tensor_flatten__"):  # quantised weights, for instance
         inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         return [address for each in inner for address in addresses(each)]
     return [(tensor.data_ptr(), tensor.is_neg(), tensor.dtype, tensor.shape, tensor.stride())]
 
 
-def _process_settings(device: str) -> tuple[Any, ...]:
+def _process_settings() -> tuple[Any, ...]:
     """Return the settings of the process that decide which operations a forward runs."""
     cuda = torch.backends.cuda
     cudnn: Any = torch.backends.cudnn  # stubs lack its parts
     # What torch.get_float32_matmul_precision returns follows from these, if it does not raise.
     with_tf32 = torch.backends, cuda.matmul, cudnn, cudnn.conv, cudnn.rnn
     return (
-        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
         *(each.fp32_precision for each in with_tf32),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),

@@ -27,14 +27,7 @@ from lookahead_hf.rows import Rows
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.patched import patched
 from lookahead_hf.runner.prefill import prefill
-from lookahead_hf.sources.growth import (
-    NUM_BUCKETS,
-    Drawn,
-    Growth,
-    Likeliest,
-    prior_rates,
-    tree_of,
-)
+from lookahead_hf.sources.growth import NUM_BUCKETS, Drawn, Growth, Likeliest, prior_rates, tree_of
 from lookahead_hf.sources.tokens import Bridge, SameTokens, check_sizes, differ
 
 if TYPE_CHECKING:
@@ -52,8 +45,7 @@ class AssistantModel:
     ) -> None:
         """Read the rows' first tokens, [tokens] int64 each, in one forward; some may have none.
 
-        Raises:
-            ValueError: The model cannot run such rows, or lacks the input of its encoder.
+        ValueError if the model cannot run such rows, or lacks the input of its encoder.
         """
         try:
             self._begin(model, contexts, encoder_inputs)
@@ -90,10 +82,7 @@ class AssistantModel:
         self._runner.keep(-counts)
 
     def read_on(self, chains: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Read each row's next tokens in one forward; return the logits, [rows, width, vocab].
-
-        Place i follows a row's i-th token.
-        """
+        """Read each row's next tokens; return the logits behind each, [rows, width, vocab]."""
         for row, chain in enumerate(chains):
             if chain:
                 self._rows.emit(row, chain[0])

@@ -15,8 +15,7 @@ from lookahead_hf.drafting.drafter import BestTokens
 from lookahead_hf.logits.row_processors import SCORES_ONLY
 
 _CLASS_OF_DEPTH = (0, 1, 2, 2, 3)
-DEPTH_CLASSES = 4
-"""Depths 1, 2, 3 to 4, and beyond."""
+DEPTH_CLASSES = 4  # Depths 1, 2, 3 to 4, and beyond
 
 TENTHS = 10
 """Classes of likeliest tokens, by tenths of probability; drawn tokens have their own class."""
@@ -44,10 +43,7 @@ class Likeliest:
 
 
 class Drawn:
-    """Draws one token per place, for rejection sampling.
-
-    A drawn token must not decide how far a draft goes, so all of them have one class.
-    """
+    """Draws one token per place for rejection sampling, all of one class: none sways a draft."""
 
     def __init__(self, vocab_size: int | None, processors: Sequence[Any]) -> None:
         """Shape the distribution by those of the call's processors that only read the scores."""
@@ -56,10 +52,7 @@ class Drawn:
         self._generator: torch.Generator | None = None
 
     def pick(self, logits: torch.Tensor, rows: np.ndarray, places: np.ndarray) -> Picked:
-        """Draw the tokens of the places; see `Likeliest.pick`.
-
-        A separate generator draws, which starts from one draw of the default one.
-        """
+        """Draw the tokens of the places by a generator of its own; see `Likeliest.pick`."""
         probs = self._distributions(logits[torch.from_numpy(rows), torch.from_numpy(places)])
         if self._generator is None:
             seed = int(torch.randint(2**62, ()))
@@ -139,6 +132,7 @@ def prior_rates() -> np.ndarray:
 
 
 def tree_of(growths: Sequence[Growth]) -> DraftTree:
+    """Join the drafts of the rows, with the distributions that nodes were drawn from."""
     drawn_from = [probs for growth in growths for probs in growth.drawn_from]
     tree = DraftTree.from_drafts(growths)
     return replace(tree, probs=torch.stack(drawn_from)) if drawn_from else tree

@@ -27,22 +27,11 @@ from lookahead_hf.model import compat
 from lookahead_hf.model.state import state_of
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.outputs import pinned
-from lookahead_hf.sources.growth import (
-    NUM_BUCKETS,
-    Growth,
-    Likeliest,
-    prior_rates,
-    tree_of,
-)
+from lookahead_hf.sources.growth import NUM_BUCKETS, Growth, Likeliest, prior_rates, tree_of
 
-MOST_TOKENS = 64
-"""Upper limit of options that count tokens."""
-
-NUM_DRAFT = 3
-"""Tokens that a single layer writes ahead."""
-
-PIECE = 512
-"""Most tokens of a long prompt that are read at once: a mask has as many rows."""
+MOST_TOKENS = 64  # Upper limit of options that count tokens
+NUM_DRAFT = 3  # Tokens that a single layer writes ahead
+PIECE = 512  # Most tokens of a long prompt that are read at once: a mask has as many rows
 
 
 class HeadsDrafter(Drafter):
@@ -176,8 +165,7 @@ class MedusaDrafter(HeadsDrafter):
             vocab_size: Token ids of the target; higher ids are never drafted.
 
         Raises:
-            ValueError: An option is out of its range, or the file does not hold Medusa-1 heads of
-                this model.
+            ValueError: An option is out of its range, or the file has no such heads of this model.
         """
         check_int("medusa: top_k", top_k, 1, MOST_TOKENS)
         heads = MedusaHeads(target, path)

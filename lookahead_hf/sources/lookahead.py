@@ -17,8 +17,7 @@ from lookahead_hf.draft import ROOT, DraftTree, RowDraft
 from lookahead_hf.drafting.drafter import Drafter, Step, Traits
 from lookahead_hf.rows import Rows
 
-DEPTH_CLASSES = 4
-"""Depths 1, 2, 3, and beyond."""
+DEPTH_CLASSES = 4  # Depths 1, 2, 3, and beyond
 
 NEWEST_NGRAM, OLDER_NGRAM, WINDOW = range(3)
 PRIOR = (0.35, 0.15, 0.08)
@@ -31,9 +30,6 @@ class Window:
     Column i of level j is 1 + i + j places after the last token. It follows the columns up to i of
     level 0 and the earlier levels of its column. What the target writes after the last level is the
     next one.
-
-    Attributes:
-        levels: The guessed tokens, [levels, columns].
     """
 
     def __init__(self, context: np.ndarray, shape: tuple[int, int], num_kept: int) -> None:
@@ -43,7 +39,7 @@ class Window:
         """
         self._num_kept, self._random = num_kept, np.random.default_rng(len(context))
         self._ngrams: dict[int, list[tuple[int, ...]]] = {}
-        self.levels = self._pieces(context, *shape)
+        self.levels = self._pieces(context, *shape)  # the guessed tokens, [levels, columns]
         self._collect(context, len(context))
 
     def after(self, token: int) -> list[tuple[int, ...]]:
@@ -101,9 +97,7 @@ class LookaheadDrafter(Drafter):
 
     name: ClassVar[str] = "lookahead"
     traits = Traits(
-        len(PRIOR) * DEPTH_CLASSES,
-        np.repeat(PRIOR, DEPTH_CLASSES),
-        needs={"best_tokens": (1, 1)},
+        len(PRIOR) * DEPTH_CLASSES, np.repeat(PRIOR, DEPTH_CLASSES), needs={"best_tokens": (1, 1)}
     )
 
     def __init__(self, *, window: int = 7, ngram_size: int = 5, num_ngrams: int = 7) -> None:

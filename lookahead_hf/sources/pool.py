@@ -27,8 +27,7 @@ ONLY_CONTINUATION = (0.08, 0.10, 0.20, 0.33, 0.35, 0.42, 0.48, 0.52, 0.65, 0.80,
 """Acceptance rate of the only known continuation by match-length class, as in `ngram`. Measured on
 source code drafted from other source code and on chat drafted from source code."""
 
-CONTEXT = 8
-"""Prompt tokens learned before a generated text, so that its beginning is found."""
+CONTEXT = 8  # Prompt tokens learned before a generated text, so that its beginning is found
 
 
 class PoolDrafter(Drafter):
@@ -55,8 +54,7 @@ class PoolDrafter(Drafter):
             tokenizer: The target's tokenizer or processor, if the caller passed it.
 
         Raises:
-            ValueError: An option has a wrong type or range, or the pool belongs to another
-                tokenizer.
+            ValueError: An option is wrong, or the pool belongs to another tokenizer.
         """
         if not isinstance(pool, NgramPool):
             raise ValueError(f"pool must be an NgramPool (`open_pool` opens a file), not {pool!r}")

@@ -11,15 +11,13 @@ import numpy as np
 KEPT = 12
 """Tokens before a text that are decoded or encoded with it, since they can change how it begins."""
 
-HELD_BACK = 8
-"""Tokens after which a text is read although it ends inside a character."""
+HELD_BACK = 8  # Tokens after which a text is read although it ends inside a character
 
 PADDED = 0.02
 """Relative difference that two vocabularies of one tokenizer may have. Padding makes less than
 0.5 %, another version of the tokenizer more."""
 
-BROKEN = "\ufffd"
-"""The text of an unfinished character."""
+BROKEN = "\ufffd"  # The text of an unfinished character
 
 
 class SameTokens:
@@ -81,10 +79,7 @@ class Bridge:
 
 
 def differ(target_tokenizer: Any, assistant_tokenizer: Any) -> bool:
-    """Return whether two tokenizers, if both are given, have different tokens for the same ids.
-
-    ValueError if only the assistant's is given.
-    """
+    """Return whether two tokenizers differ; ValueError if the target's alone is missing."""
     if assistant_tokenizer is not None and target_tokenizer is None:
         raise ValueError(
             "assistant_tokenizer= needs tokenizer= beside it, the target's: drafts are translated "

@@ -1,1 +1,1 @@
-"""What uses the library: the command, servers, pages. Nothing imports it."""
+"""Programs that use the library: the command, servers, pages. No other room imports them."""

@@ -1,10 +1,9 @@
-"""A page that shows a trace, and a notebook's view of it."""
+"""A page that shows a trace, and what colours its text."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from html import escape
 from importlib.resources import files
 from itertools import cycle, groupby
 
@@ -47,18 +46,3 @@ def page(trace: Trace) -> str:
     packed = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     template = files(__package__).joinpath("trace.html").read_text("utf-8")
     return template.replace("{{DATA}}", packed)
-
-
-def notebook(summary: str, trace: Trace | None) -> str:
-    """Return a table of a summary's lines, "name: value", and the coloured text of a trace."""
-    cells = [map(escape, line.partition(": ")[::2]) for line in summary.splitlines()]
-    lines = ["<tr><td style='text-align:left'>" + "</td><td>".join(cell) for cell in cells]
-    shown = [f"<table>{''.join(lines)}</table>"]
-    if trace is not None and trace.steps:
-        styles = {name: f" style='background:{each}55'" for name, each in colours(trace).items()}
-        legend = [(name, f" {name}: {count} ") for name, count in trace.num_by_origin.items()]
-        for line in [legend, *(runs(trace, row) for row in range(trace.num_rows))]:
-            spans = (f"<span{styles.get(name, '')}>{escape(text)}</span>" for name, text in line)
-            style = "white-space:pre-wrap;font-family:monospace"
-            shown.append(f"<p style='{style}'>{''.join(spans)}</p>")
-    return "".join(shown)

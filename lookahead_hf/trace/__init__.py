@@ -12,8 +12,7 @@ from typing import Any
 
 from lookahead_hf.call import optional
 
-MODEL = "model"
-"""The origin of a token that no source foresaw: the model itself added it."""
+MODEL = "model"  # The origin of a token that no source foresaw: the model itself added it
 
 PARTS = ("prefill", "draft", "forward", "verify", "commit")
 """The timed parts of a step, in their order."""

@@ -42,13 +42,7 @@ class NodeProcessors:
         ]
 
     def __call__(self, rows: Rows, draft: DraftTree, scores: torch.Tensor) -> torch.Tensor:
-        """Return the scores as plain's processors leave them after each node's own prefix.
-
-        Args:
-            rows: The texts.
-            draft: The nodes.
-            scores: [rows, width, vocab] float32.
-        """
+        """Return the scores, [rows, width, vocab] float32, as plain has them after each prefix."""
         nodes = _Nodes(rows, draft, scores)
         for processor, ignored in zip(self._processors, self._ignored, strict=True):
             if type(processor) is hf.RepetitionPenaltyLogitsProcessor:
@@ -81,8 +75,7 @@ class _Nodes:
     def seen(self, ignored: int | np.ndarray) -> torch.Tensor:
         """Return which tokens are in each node's prefix, [rows, width, vocab] bool.
 
-        Args:
-            ignored: First columns that do not count, of all rows or of each, [rows].
+        The first `ignored` columns, of all rows or of each, [rows], do not count.
         """
         rows, width = self._tokens.shape
         first = np.broadcast_to(ignored, rows)
@@ -95,11 +88,7 @@ class _Nodes:
         return seen.scatter_(2, self._up(self._paths(first)), True)[:, :, : self._vocab]
 
     def _paths(self, first: np.ndarray) -> np.ndarray:
-        """Return the tokens from each node up to the row's last one, [rows, width, 1 + depth].
-
-        Args:
-            first: The first column of each row that counts, [rows].
-        """
+        """Return tokens from each node up, from column `first` on, [rows, width, 1 + depth]."""
         tokens = np.where(self.columns > first[:, None], self._tokens, self._vocab)
         at = np.zeros_like(tokens) + np.arange(tokens.shape[1])
         found = [tokens]

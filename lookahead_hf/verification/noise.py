@@ -21,19 +21,12 @@ import torch
 
 from lookahead_hf.runner.outputs import pinned
 
-_LOCK = threading.Lock()
-"""Held while a default generator is read and moved."""
-
-_CHECKPOINT = 8
-"""Number of draws between generator states that are kept; a CPU state takes 5 KB."""
+_LOCK = threading.Lock()  # Held while a default generator is read and moved
+_CHECKPOINT = 8  # Number of draws between generator states that are kept; a CPU state takes 5 KB
 
 
 def default_generator(device: torch.device | str) -> torch.Generator:
-    """Return the generator that `torch.multinomial` draws from on `device`.
-
-    Raises:
-        ValueError: The device type keeps no list of default generators.
-    """
+    """Return the generator that `torch.multinomial` draws from; ValueError if there is none."""
     device = torch.device(device)
     if device.type == "cpu":
         return torch.default_generator
@@ -93,16 +86,12 @@ class SavedGenerator:
 
 
 class Replay:
-    """A generator that can return to the state before any of its draws.
-
-    Attributes:
-        at: Draws before the present state.
-    """
+    """A generator that can return to the state before any of its draws."""
 
     def __init__(self, generator: torch.Generator, begin: torch.Tensor) -> None:
         self.generator = generator
         self.generator.set_state(begin)
-        self.at = 0
+        self.at = 0  # draws before the present state
         self._states = [begin]  # of every `_CHECKPOINT` draws
 
     def back_to(self, draw: int) -> None:
@@ -125,8 +114,7 @@ def _far_from(state: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.Generator(device).manual_seed(int.from_bytes(digest, "little")).get_state()
 
 
-_taken = threading.RLock()
-"""Held while the default generators have a text's state."""
+_taken = threading.RLock()  # Held while the default generators have a text's state
 
 
 def _renew_lock() -> None:
@@ -203,12 +191,8 @@ class Noise:
     ) -> None:
         """Begin in the state of the default generator, or after `manual_seed(seed)`.
 
-        Args:
-            num_rows: Rows of the batch.
-            vocab: Token ids of the target.
-            device: Where the noise is drawn.
-            max_bytes: Memory for the newest blocks; at least two are kept.
-            seed: A seed, which leaves the default generator alone; None to begin in its state.
+        With a seed the default generator is left alone. The newest blocks take `max_bytes` of
+        memory; at least two are kept.
         """
         self._shape = (num_rows, vocab)
         self._device = torch.device(device)
@@ -224,28 +208,14 @@ class Noise:
         self._replay = Replay(generator, begin)
 
     def block(self, step: int) -> torch.Tensor:
-        """Return the noise that plain draws at a decoding step, [rows, vocab] float32.
-
-        The block is kept for a while: do not write to it.
-
-        Args:
-            step: The decoding step; 0 is the one that follows the prefill.
-        """
+        """Return plain's noise at a step, 0 after the prefill, [rows, vocab] float32; read only."""
         if step not in self._blocks:
             self._go_to(step)
             self._draw()
         return self._blocks[step]
 
     def blocks(self, steps: np.ndarray, depths: int) -> torch.Tensor:
-        """Return each row's noise at its own step and at the steps after it.
-
-        Args:
-            steps: Decoding step of every row, [rows].
-            depths: Number of consecutive steps per row.
-
-        Returns:
-            [rows, depths, vocab].
-        """
+        """Return each row's noise at its own step, [rows], and the next, [rows, depths, vocab]."""
         rows, vocab = self._shape
         wanted = (steps[:, None] + np.arange(depths)).reshape(-1)  # [rows * depths]
         order = np.argsort(wanted, kind="stable")
@@ -259,15 +229,9 @@ class Noise:
         return out.view(rows, depths, vocab)
 
     def pick(self, probs: torch.Tensor, row: int, step: int) -> int:
-        """Return the token that plain picks for a row, with one copy to the host.
+        """Return the token that plain picks for a row with these probabilities, [vocab], at a step.
 
-        Args:
-            probs: Probabilities of the row's next token, [vocab].
-            row: The row.
-            step: Tokens that it emitted before this one.
-
-        Raises:
-            RuntimeError: The probabilities are not finite; the message is torch's own.
+        This copies to the host once. RuntimeError, as of torch, if they are not finite.
         """
         best = (probs / self.block(step)[row]).max(-1)
         ratio, token = torch.stack([best.values.double(), best.indices.double()]).tolist()

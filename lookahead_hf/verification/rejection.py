@@ -31,8 +31,7 @@ def rejecting(rules: Rules) -> DecideStep:
     """Return how the rows of a sampled batch decide by `DraftTree.probs`.
 
     Drawn siblings come first, in the order in which they were drawn. A node without probabilities
-    counts as drawn with probability 1, which is correct for any token. The default generator
-    decides.
+    counts as drawn with probability 1, correct for any token. The default generator decides.
     """
     processors = rules.processors
     is_simple = processors.all_known and admits(processors) and not rules.emitter.outputs.chooses
@@ -107,15 +106,10 @@ def choose(
     drafted: np.ndarray,  # [siblings] integers
     drawn_from: torch.Tensor,  # [siblings, vocab]
 ) -> tuple[int | None, int]:
-    """Choose the next token, one of those drafted if possible.
+    """Choose the next token, if possible one of those drafted, which are in drawn order.
 
-    Args:
-        probs: The target's distribution.
-        drafted: Draft tokens in the order in which they were drawn.
-        drawn_from: Distribution that each was drawn from, given the tokens before it.
-
-    Returns:
-        Which of the drafted tokens was accepted, None if none was, and the token.
+    Each was drawn from a distribution given the tokens before it. Returns which of them was
+    accepted, None if none was, and the token.
     """
     siblings = len(drafted)
     refuse_unless(bool(_is_distribution(probs)))
@@ -159,10 +153,7 @@ def _drawn_from(
     ids: torch.Tensor,  # [nodes]
     like: torch.Tensor,  # [..., vocab]
 ) -> torch.Tensor:
-    """Return the distributions that nodes were drawn from, as tensors like `like`, [nodes, vocab].
-
-    A certain node, or one without a known distribution, was drawn with probability 1.
-    """
+    """Return what nodes were drawn from, like `like`, [nodes, vocab]; 1 where that is not known."""
     certain = torch.zeros(len(ids), like.shape[-1], device=like.device).scatter_(1, ids[:, None], 1)
     if known is None or not len(known):
         return certain

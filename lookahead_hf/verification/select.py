@@ -1,4 +1,4 @@
-"""Chooses how a call is verified."""
+"""Chooses how a call is verified, and the engine that runs its steps."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from lookahead_hf.verification.noise import OwnGenerators, same_as_multinomial
 from lookahead_hf.verification.rejection import rejecting
 from lookahead_hf.verification.walk import Rules, Verifier, Walk, following, on_host
 
-DEVICE = "device"
-"""The engine whose walks read the paths that the device has accepted."""
+DEVICE = "device"  # The engine whose walks read the paths that the device has accepted
 
 
 def serves(device: torch.device) -> bool:
@@ -34,10 +33,7 @@ def engine_of(device: torch.device) -> str:
 
 
 def scoring(verifier: Verifier) -> Scoring | None:
-    """Return what the device makes of logits to choose by.
-
-    None if it chooses the likeliest tokens, or does not decide.
-    """
+    """Return what the device makes of logits; None if it decides nothing or by the likeliest."""
     if not isinstance(verifier, Walk) or verifier.name != DEVICE or verifier.rules.takes_likeliest:
         return None
     rules = verifier.rules
@@ -58,10 +54,7 @@ def scoring(verifier: Verifier) -> Scoring | None:
 def rules_of(call: PreparedCall, emitter: Emitter, seed: int | None = None) -> Rules:
     """Return how the rows of a call get their tokens.
 
-    Args:
-        call: The call.
-        emitter: Emits the tokens.
-        seed: The seed of a request, which draws beside others; None for the default generator.
+    `seed` is that of a request, which draws beside others; None for the default generator.
     """
     where, processors = call.input_ids.device, RowProcessors(call.processors, call.num_rows)
     # An unknown class may draw random numbers. Then every draw keeps plain's order.
@@ -74,13 +67,7 @@ def rules_of(call: PreparedCall, emitter: Emitter, seed: int | None = None) -> R
 
 
 def choose_verifier(call: PreparedCall, emitter: Emitter, processes: Processes) -> Verifier:
-    """Choose the verifier of a call: row by row if processors and criteria allow it, else lockstep.
-
-    Args:
-        call: The call.
-        emitter: Emits the tokens.
-        processes: Who decides if several processes run the model.
-    """
+    """Choose a call's verifier: by rows if processors and criteria allow it, else lockstep."""
     where, rules = call.input_ids.device, rules_of(call, emitter)
     is_replayed = not call.do_sample or same_as_multinomial(where)
     by_row = not (rules.processors.unserved() or emitter.stopping.unserved())

@@ -22,13 +22,9 @@ from lookahead_hf.verification.noise import Noise, OwnGenerators, refuse_unless
 
 
 class Verifier:
-    """Decides which draft tokens are accepted, and emits the tokens of each step.
+    """Decides which draft tokens are accepted, and emits the tokens of each step."""
 
-    Attributes:
-        name: The engine's name in statistics.
-    """
-
-    name = ""
+    name = ""  # the engine's name in statistics
 
     def __init__(self, processes: Processes | None = None) -> None:
         """`processes`: who decides if several of them run the model."""
@@ -68,21 +64,14 @@ class Verifier:
 
 
 class Choice(NamedTuple):
-    """What follows a node of a row.
+    """What follows a node of a row."""
 
-    Attributes:
-        token: The next token.
-        child: The child of the node with this token, None if there is none.
-        stops: Whether the text ends with the token; None to ask the stopping criteria.
-    """
-
-    token: int
-    child: int | None = None
-    stops: bool | None = None
+    token: int  # the next token
+    child: int | None = None  # the child of the node with this token, None if there is none
+    stops: bool | None = None  # whether the text ends with the token; None to ask the criteria
 
 
-Decide = Callable[[int], Choice]
-"""Chooses what follows a node of one row."""
+Decide = Callable[[int], Choice]  # Chooses what follows a node of one row
 
 
 def reads_wait(device: torch.device) -> bool:
@@ -92,25 +81,15 @@ def reads_wait(device: torch.device) -> bool:
 
 @dataclass(eq=False, slots=True)
 class Rules:
-    """How tokens are chosen for a call's rows. A queued request is a one-row call in any row.
+    """How tokens are chosen for a call's rows. A queued request is a one-row call in any row."""
 
-    Attributes:
-        processors: Logits processors and warpers, applied to a node with its own prefix.
-        emitter: Emits the tokens.
-        do_sample: Whether tokens are sampled; otherwise the likeliest is chosen.
-        in_order: Whether the default generator itself draws, for tokens chosen in plain's order.
-        seed: Samples are those of plain after `manual_seed(seed)`; None: the default generator's.
-        generators: What unknown processors and criteria of a request draw from.
-        noise: What samples are chosen by, unless they are drawn in order.
-    """
-
-    processors: RowProcessors
-    emitter: Emitter
-    do_sample: bool = False
-    in_order: bool = False
-    seed: int | None = None
-    generators: OwnGenerators | None = None
-    noise: Noise | None = None
+    processors: RowProcessors  # processors and warpers, applied to a node with its own prefix
+    emitter: Emitter  # emits the tokens
+    do_sample: bool = False  # whether tokens are sampled; otherwise the likeliest is chosen
+    in_order: bool = False  # whether the default generator draws, token by token in plain's order
+    seed: int | None = None  # samples are plain's after `manual_seed(seed)`, if there is one
+    generators: OwnGenerators | None = None  # what unknown parts of a request draw from
+    noise: Noise | None = None  # what samples are chosen by, unless they are drawn in order
 
     @property
     def takes_likeliest(self) -> bool:
@@ -232,11 +211,8 @@ class Walk(Verifier):
     ) -> None:
         """Walk a batch by its `rules`, or (None) a queue, whose texts bring their own.
 
-        Args:
-            rules: The rules of a batch.
-            processes: Who decides if several processes run the model.
-            decide: How rows decide, where no device has decided.
-            name: The engine's name in statistics.
+        `processes` decide if several run the model; `decide` where no device has decided. `name` is
+        the engine's in statistics.
         """
         super().__init__(processes)
         self._of_batch, self._of_texts = rules, dict[int, Rules]()
@@ -305,10 +281,7 @@ class Walk(Verifier):
         return self._walk(rows, self._decide_step(self.rules_of, rows, draft, logits))
 
     def _walk(self, rows: Rows, decider: Callable[[int], Decide]) -> Verdict:
-        """Walk down the tree of every live row, each by its own function.
-
-        An exception ends the text of its row in a queue, and the call in a batch.
-        """
+        """Walk down every live row's tree; an error ends the text in a queue, else the call."""
         live = rows.live
         tokens: list[list[int]] = [[] for _ in range(rows.num_rows)]
         paths: list[list[int]] = [[] for _ in range(rows.num_rows)]
@@ -345,13 +318,10 @@ def along(
     drafted: np.ndarray,  # [nodes] integers
     is_distribution: np.ndarray | None,  # [width]
 ) -> Decide:
-    """Return a function that follows the path of a row that was walked on the device.
+    """Return a function that follows the path of a row, `TreeWalk.packed`, walked on the device.
 
-    Args:
-        walked: The row's `TreeWalk.packed`.
-        drafted: Token of each node.
-        is_distribution: Whether the probabilities after the last token and after each node are
-            finite; None if the tokens were not chosen by probabilities.
+    `is_distribution`: whether the probabilities after the last token and after each node are
+    finite; None if the tokens were not chosen by probabilities.
     """
     accepted, bonus = int(walked[0]), int(walked[1])
     after = dict(pairwise((walked[2 : 3 + accepted] - 1).tolist()))

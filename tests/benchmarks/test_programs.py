@@ -42,8 +42,7 @@ OPTIONS = {
     "launches": ["", "--products"],
     "sweep": ["--nodes 0"],
 }
-SLOW = ("first_minutes", "memory")
-"""They start processes."""
+SLOW = ("first_minutes", "memory")  # They start processes
 PROGRAMS = sorted(
     path.stem
     for path in (ROOT / "benchmarks").glob("*.py")

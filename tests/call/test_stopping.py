@@ -18,7 +18,7 @@ from transformers.generation.stopping_criteria import (
 )
 
 from lookahead_hf.call import stopping as stopping_module
-from lookahead_hf.call.stopping import RowStopping
+from lookahead_hf.call.stopping import RowStopping, StopTexts
 
 WORDS = ["a", "b", "c", "st", "op", "stop", "sto", "pped", "opera", "s", "t", "o", "p", "ab"]
 
@@ -79,11 +79,6 @@ def test_stop_strings_stop_after_exactly_the_tokens_that_complete_them(
     assert 20 < stopped < 280
 
 
-def test_a_token_that_can_end_no_stop_string_costs_no_match(tokenizer: PreTrainedTokenizerFast):
-    ours = RowStopping(StoppingCriteriaList([StopStringCriteria(tokenizer, "stop")]), 1)
-    assert not ours.stops(WORDS.index("c"), 4, never, None)
-
-
 def test_time_is_read_after_every_token(monkeypatch: pytest.MonkeyPatch):
     now = [100.0]
     monkeypatch.setattr(stopping_module.time, "time", lambda: now[0])
@@ -124,3 +119,8 @@ def test_a_batch_names_the_class_that_cannot_be_asked_row_by_row(
     assert named(length, strings) == "StopStringCriteria"
     assert named(length, MaxTimeCriteria(1.0)) == "MaxTimeCriteria"
     assert named(length, strings, rows=1) is None
+
+
+def test_a_stop_string_may_have_more_tokens_than_characters(tokenizer: Any) -> None:
+    ids = torch.tensor([tokenizer("再见，谢谢大家的时间").input_ids])
+    assert StopTexts(["再见，谢谢大家的时间"], tokenizer, 0)(ids, None).all()

@@ -134,8 +134,7 @@ def simulate(
     return run
 
 
-SEEDS = range(3)
-"""Seeds over which a simulation is averaged: one call shows too much of its luck."""
+SEEDS = range(3)  # Seeds over which a simulation is averaged: one call shows too much of its luck
 
 
 def plain_seconds(curve: CostCurve) -> float:

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lookahead_hf.draft import DraftTree, Evidence, Verdict
-from lookahead_hf.drafting import _numba
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.rates import MEMORY, Calibration, KeptRates
 from lookahead_hf.drafting.sources.user import UserDrafter
 from tests.helpers.drafts import Fixed
-from tests.oracles import drafting as oracle
 
 
 def source_of(name: str = "scripted", num_buckets: int = 3) -> Fixed:
@@ -109,55 +104,3 @@ def test_drafters_of_two_classes_have_rates_of_their_own() -> None:
     assert first.kept_as != second.kept_as
     learn(kept, first, second)
     assert kept.lease([UserDrafter(source_of())], do_sample=False).rates[0] > 0.8
-
-
-@st.composite
-def steps(draw: st.DrawFn) -> tuple[DraftTree, Verdict]:
-    """A draft of random rows and a verdict that walks down each row's tree some way."""
-    rows, outcomes = [], []
-    for _ in range(draw(st.integers(1, 3))):
-        size = draw(st.integers(0, 10))
-        parents = [draw(st.integers(-1, node - 1)) for node in range(size)]
-        tokens = draw(st.lists(st.integers(0, 4), min_size=size, max_size=size))
-        rows.append((tokens, parents))
-        path: list[int] = []
-        while children := [n for n in range(size) if parents[n] == (path[-1] if path else -1)]:
-            if draw(st.booleans()):
-                break
-            path.append(draw(st.sampled_from(children)))
-        live = draw(st.booleans())
-        path = path if live else []
-        outcomes.append((path, [tokens[n] for n in path] + [draw(st.integers(0, 4))] * live))
-    count = sum(len(tokens) for tokens, _ in rows)
-    entry = st.tuples(st.integers(0, 1), st.integers(0, 2))
-    entries = [draw(st.lists(entry, max_size=3, unique=True)) for _ in range(count)]
-    return draft(rows, entries), verdict(*outcomes)
-
-
-@settings(max_examples=150, deadline=None)
-@given(step=steps(), memory=st.sampled_from([2.0, 50.0]))
-def test_compiled_and_plain_functions_learn_the_same(
-    step: tuple[DraftTree, Verdict], memory: float
-) -> None:
-    tree, result = step
-    evidence = tree.evidence
-    assert evidence is not None
-    learned = []
-    functions: Any
-    for functions in (_numba, oracle):
-        outcome = functions.tested_nodes(
-            tree.row_offsets, tree.token_ids, tree.parents, result.token_offsets, result.token_ids
-        )
-        counts, gained = np.zeros((2, 6)), np.zeros((2, 6))
-        rates, sources = np.zeros(6, np.float32), np.zeros((3, 3, 2), np.int64)
-        functions.learn_rates(
-            outcome, evidence.offsets, evidence.source, evidence.bucket,
-            np.array([0, 3, 6]), np.full(6, 0.3, np.float32), 6.0, memory, counts, gained, rates,
-        )  # fmt: skip
-        exclusive = functions.count_sources(
-            tree.row_offsets, evidence.offsets, evidence.source,
-            result.path_offsets, result.path, sources,
-        )  # fmt: skip
-        learned.append((outcome, counts, gained, rates, sources, exclusive))
-    for one, other in zip(*learned, strict=True):
-        np.testing.assert_array_equal(one, other)

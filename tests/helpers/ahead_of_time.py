@@ -31,7 +31,7 @@ from lookahead_hf.engines.cuda import graphs
 from lookahead_hf.kernels import attention, topk
 from lookahead_hf.kernels import tree as trees
 from lookahead_hf.kernels.attention import stages
-from lookahead_hf.kernels.data import PathTable, Wanted
+from lookahead_hf.kernels.data import PathTable, TopKCounts
 
 
 class Gpu(NamedTuple):
@@ -57,8 +57,7 @@ GPUS = {
     "gfx1100": Gpu(GPUTarget("hip", "gfx1100", 32), 64 * 1024, 320),
 }
 
-WIDTHS = (1, 8, 16, 32, 64)
-"""Tokens per row of the steps that are captured."""
+WIDTHS = (1, 8, 16, 32, 64)  # Tokens per row of the steps that are captured
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -87,7 +86,7 @@ def _verify(
         scores = scores.to(torch.bfloat16)  # what is drawn from was made of them
     else:
         walk = trees.verify_tree(scores, *tree, keep_scan=True)
-    topk.topk_rows(scores.flatten(0, 1), 48, walk.scan, Wanted(walk.packed, tree[2], 12))
+    topk.topk_rows(scores.flatten(0, 1), 48, walk.scan, TopKCounts(walk.packed, tree[2], 12))
 
 
 def _topk(vocab: int, k: int, dtype: torch.dtype) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lookahead_hf.block.block import Block, Held, MaskKind
+from lookahead_hf.block.block import Block, HeldSlots, MaskKind
 
 KINDS = {
     "all": MaskKind("all"),
@@ -49,7 +49,7 @@ def random_block(seed: int, group: Any = None) -> tuple[Block, dict[str, np.ndar
                 seen[row, node, slot] = near
     told = torch.from_numpy
     held = {
-        name: Held(
+        name: HeldSlots(
             kind,
             told(lengths),
             visible,

@@ -34,7 +34,7 @@ def assert_same_cache(
             held = torch.nn.functional.pad(mask[:, -columns:].float(), (0, room))
         if isinstance(plain, StaticCache) and b.is_sliding:
             held[:, 0] = 0  # a column that is never read again once it is the oldest
-        held = held[:, None, :, None]
+        held = held[:, None, :, None].to(a.keys.device)
         for x, y in ((a.keys, b.keys), (a.values, b.values)):
             seen = (each.masked_fill(held == 0, 0.0) for each in (x, y))
             torch.testing.assert_close(*seen, atol=atol, rtol=rtol)

@@ -223,8 +223,7 @@ ODD = (
 )  # fmt: skip
 """Changes after which a model goes on."""
 
-BREAKING = (doubled, freed, shrunk)
-"""Changes after which it does not."""
+BREAKING = (doubled, freed, shrunk)  # Changes after which it does not
 
 CHANGES = (
     switched, moved_on, replaced_parameter, replaced_data, merged, transposed, expanded,
@@ -233,5 +232,4 @@ CHANGES = (
 )  # fmt: skip
 """Changes to an adapted Llama, all of which the next forward must see."""
 
-IN_PLACE = (moved_on, refilled)
-"""Those that may leave all objects and addresses as they are."""
+IN_PLACE = (moved_on, refilled)  # Those that may leave all objects and addresses as they are

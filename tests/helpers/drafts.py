@@ -67,6 +67,20 @@ def decided(draft: DraftTree, truth: Sequence[int]) -> Verdict:
     return Verdict.from_rows([truth[: len(path) + 1]], [path])
 
 
+def assert_ordered(tree: DraftTree, max_nodes: int) -> None:
+    """The likeliest nodes come first, none twice, and siblings share their parent's chance."""
+    for row in range(tree.num_rows):
+        nodes = tree.row(row)
+        parents, score = tree.parents[nodes], tree.score[nodes]
+        assert len(score) <= max_nodes and (np.diff(score) <= 0).all()
+        assert (parents < np.arange(len(parents))).all()
+        pairs = zip(parents.tolist(), tree.token_ids[nodes].tolist(), strict=True)
+        assert len(set(pairs)) == len(parents)
+        for parent in set(parents.tolist()):
+            above = 1.0 if parent == ROOT else score[parent]
+            assert score[parents == parent].sum() <= above * 1.0001
+
+
 def draft_two_steps() -> None:
     """Draft for two rows from all sources, as a call does."""
     sources = build(Request(SpeculativeConfig(), prediction=[np.array([1, 2, 3])] * 2))

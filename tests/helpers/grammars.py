@@ -24,8 +24,7 @@ from lookahead_hf.logits.grammars import LLGuidance
 from tests.helpers.models import tiny
 
 PAD, BEGIN, END = range(3)
-WIDTH = 512
-"""Logits of the model; the tokenizer has fewer tokens."""
+WIDTH = 512  # Logits of the model; the tokenizer has fewer tokens
 
 _TRAINED_ON = """\
 {"name": "Ada Lovelace", "country": "Great Britain", "level": "debug", "is_open": true, "size": 12}

@@ -50,23 +50,34 @@ once, or as requests of a queue."""
 LONGEST = 128
 """Columns of a static cache of the caller's."""
 
+device = torch.device("cpu")
+"""Where the models of the calls lie; tests of a GPU set it, and `WIDE`."""
+
+WIDE = "float64"
+"""The type of models that compute neither in half precision nor under autocast."""
+
 
 CHUNKS_BEHIND_A_TEXT = version.parse(transformers.__version__) >= version.parse("5.23")
 """Older versions write another text where a prompt in chunks goes on with an earlier one."""
 
 
 @cache
-def smallest(name: str, dtype: torch.dtype = torch.float64, attn: str = "sdpa") -> Any:
+def smallest(
+    name: str,
+    dtype: torch.dtype = torch.float64,
+    attn: str = "sdpa",
+    device: torch.device | None = None,
+) -> Any:
     """A model of a few layers.
 
     In double precision a block and single tokens differ by so little that nothing is left of it in
     the float32 scores that tokens are chosen by: what differs in a random call is never a near tie.
     """
     if name in PAIRS:
-        return tiny(name, attn).to(dtype)
+        return tiny(name, attn).to(device, dtype)
     model = build(name) if name in HYBRIDS else tiny(name, attn)
     model.generation_config.pad_token_id = None
-    return model.to(dtype)
+    return model.to(device, dtype)
 
 
 @dataclass(frozen=True)
@@ -103,8 +114,8 @@ class RandomCall:
 
     @property
     def target(self) -> Any:
-        wide = "float32" if self.autocast else "float64"
-        return smallest(self.model, getattr(torch, self.half or wide), self.attn)
+        wide = "float32" if self.autocast else WIDE
+        return smallest(self.model, getattr(torch, self.half or wide), self.attn, device)
 
     @property
     def is_rounded(self) -> bool:
@@ -119,7 +130,7 @@ class RandomCall:
     def cast(self) -> Any:
         """What the call runs in."""
         kind = getattr(torch, self.autocast or "bfloat16")
-        return torch.autocast("cpu", kind, enabled=self.autocast is not None)
+        return torch.autocast(device.type, kind, enabled=self.autocast is not None)
 
     def columns(self, ids: torch.Tensor) -> int:
         """Columns of the output before the first generated one, of a prompt [rows, columns]."""
@@ -136,7 +147,7 @@ class RandomCall:
             given["input_ids"] = ids.clone()  # which plain lets callers edit
         mask = torch.ones_like(ids)
         if self.mask is not None:
-            first = torch.tensor(self.mask)
+            first = torch.tensor(self.mask, device=device)
             mask[:, : first.shape[1]] = first
             given["attention_mask"] = mask
         if self.spacing:

@@ -17,10 +17,8 @@ from lookahead_hf.queue.request import request_seed
 from tests.helpers.models import VOCAB
 
 SEED = 11
-DRAFTED = lookahead_hf.SpeculativeConfig(budget=6)
-"""Drafts in every step, whatever that costs."""
-WAIT = 60
-"""Most seconds for which a test waits for a result."""
+DRAFTED = lookahead_hf.SpeculativeConfig(budget=6)  # Drafts in every step, whatever that costs
+WAIT = 60  # Most seconds for which a test waits for a result
 
 
 def prompts(count: int, seed: int = 0, longest: int = 30) -> list[list[int]]:
@@ -47,7 +45,7 @@ def alone(
 ) -> list[int]:
     """The tokens that plain `generate` writes for a prompt alone, with the seed of its request."""
     torch.manual_seed(request_seed(SEED, index))
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=model.device)
     config = copy.deepcopy(config)
     config.num_return_sequences = 1
     mask = torch.ones_like(ids)

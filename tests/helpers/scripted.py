@@ -13,8 +13,7 @@ from lookahead_hf.drafting import Drafter
 from lookahead_hf.rows import Rows
 from tests.helpers.models import VOCAB
 
-Tree = tuple[list[int], list[int]]
-"""Token ids and parents of one row."""
+Tree = tuple[list[int], list[int]]  # Token ids and parents of one row
 
 
 class Scripted(Drafter):

@@ -11,8 +11,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tests.helpers.models import tiny
 
-FRAMES = 40
-"""Frames of sound that the tiny Whisper hears at once."""
+FRAMES = 40  # Frames of sound that the tiny Whisper hears at once
 
 _SPECIAL = ["<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|translate|>", "<|transcribe|>"]
 _SPECIAL += ["<|startoflm|>", "<|startofprev|>", "<|nocaptions|>", "<|notimestamps|>"]

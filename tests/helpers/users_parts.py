@@ -27,7 +27,9 @@ class Leans(LogitsProcessor):
     """Prefers tokens by the row's whole prefix."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        liked = (input_ids.sum(1, keepdim=True) + torch.arange(scores.shape[1])) % 4 == 0
+        liked = (
+            input_ids.sum(1, keepdim=True) + torch.arange(scores.shape[1], device=scores.device)
+        ) % 4 == 0
         return scores + 2.0 * liked
 
 
@@ -53,7 +55,7 @@ class Draws(LogitsProcessor):
     """Draws from the default generator itself."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores + 3.0 * torch.rand(scores.shape)
+        return scores + 3.0 * torch.rand_like(scores)
 
 
 class EditsText(LogitsProcessor):
@@ -61,7 +63,9 @@ class EditsText(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         input_ids[input_ids % 10 == 3] = 7
-        liked = (input_ids.sum(1, keepdim=True) + torch.arange(scores.shape[1])) % 4 == 0
+        liked = (
+            input_ids.sum(1, keepdim=True) + torch.arange(scores.shape[1], device=scores.device)
+        ) % 4 == 0
         return scores + 2.0 * liked
 
 
@@ -88,7 +92,7 @@ class Criterion(StoppingCriteria):
         self.tokens = torch.tensor(tokens)
 
     def ended(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return torch.isin(input_ids[:, -1], self.tokens)
+        return torch.isin(input_ids[:, -1], self.tokens.to(input_ids.device))
 
 
 class EndsRow(Criterion):

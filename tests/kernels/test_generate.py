@@ -11,7 +11,7 @@ import torch
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig, kernels
-from lookahead_hf.block.block import Block, Held, MaskKind
+from lookahead_hf.block.block import Block, HeldSlots, MaskKind
 from lookahead_hf.model import self_test
 from lookahead_hf.runner import attention, outputs
 from lookahead_hf.runner.forward import ForwardContext, running
@@ -157,7 +157,7 @@ def test_sdpa_is_not_given_what_it_has_not(calls: Counter[str], device: torch.de
     hidden = torch.tensor([[0.0, -1e38, -1e38], [0.0, 0.0, -1e38]], device=device)[None, None]
     q, k = torch.randn(1, 4, 2, 16, device=device), torch.randn(1, 2, 3, 16, device=device)
     query, none = torch.tensor([[0, 1]], device=device), torch.tensor([0], device=device)
-    held = {"all": Held(MaskKind("all"), none, 3, none, None)}
+    held = {"all": HeldSlots(MaskKind("all"), none, 3, none, None)}
     block = Block(np.array([[-1, 0]]), query, none, held, torch.float32, for_kernel=True)
     block.masks["all"] = hidden
     module = torch.nn.Module()

@@ -86,7 +86,7 @@ def test_shares_the_pass_of_verification(
 @pytest.mark.parametrize("shares_scan", [True, False])
 def test_few_are_found_at_nodes_where_no_path_ends(device: torch.device, shares_scan: bool) -> None:
     """All k where the path ends, fewer at other nodes, nothing in padding, which is not read."""
-    from lookahead_hf.kernels import Wanted, topk, tree
+    from lookahead_hf.kernels import TopKCounts, topk, tree
 
     logits = torch.randn(2, 4, 1009, generator=torch.Generator().manual_seed(0))
     best = logits.argmax(-1)
@@ -97,7 +97,7 @@ def test_few_are_found_at_nodes_where_no_path_ends(device: torch.device, shares_
     given = [each.to(device) for each in (logits, tokens, chain, counts)]
     walk = tree.verify_tree(*given, keep_scan=True)
     assert walk.num_accepted.tolist() == [2, 0]
-    wanted = Wanted(walk.packed, given[3], 3)
+    wanted = TopKCounts(walk.packed, given[3], 3)
     scan = walk.scan if shares_scan else None
     found = topk.topk_rows(given[0].flatten(0, 1), 7, scan, wanted)
     ids = found.ids.view(2, 4, 7)

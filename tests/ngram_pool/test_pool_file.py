@@ -101,6 +101,7 @@ WRONG = [
     ("heads", (slice(None), 0), "its table is full"),
     ("links", np.zeros((4_001, 3), np.int32), "shapes"),
     ("text", np.zeros(4_001, np.int64), "not int32"),
+    ("text", np.zeros((), np.int32), "damaged"),
 ]
 
 

@@ -65,11 +65,7 @@ streams = alphabets.flatmap(lambda size: st.lists(st.integers(0, size - 1), max_
     seed=st.integers(0, 2**16),
 )
 def test_equals_the_oracle(
-    text: list[int],
-    other: list[int],
-    cuts: list[int],
-    max_nodes: int,
-    seed: int,
+    text: list[int], other: list[int], cuts: list[int], max_nodes: int, seed: int
 ) -> None:
     rates = np.random.default_rng(seed).random(NUM_BUCKETS).astype(np.float32)
     index, twin = SuffixIndex(), oracle.SuffixIndex()

@@ -46,8 +46,7 @@ def model() -> Any:
     return lookahead_hf.enable(changing, default=DRAFTED)
 
 
-LONG = {"max_new_tokens": 60}
-"""Such texts may need other frequencies in the end."""
+LONG = {"max_new_tokens": 60}  # Such texts may need other frequencies in the end
 
 
 def test_what_generate_would_return_does_not_matter(model: Any) -> None:

@@ -12,15 +12,7 @@ import lookahead_hf
 from lookahead_hf.queue import scheduler
 from lookahead_hf.runner.host import Runner
 from tests.helpers import models
-from tests.helpers.requests import (
-    DRAFTED,
-    alone,
-    prompts,
-    results,
-    seeded,
-    settings,
-    speculated,
-)
+from tests.helpers.requests import DRAFTED, alone, prompts, results, seeded, settings, speculated
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt2", "gemma3"])

@@ -25,8 +25,7 @@ from tests.helpers.requests import (
     speculated,
 )
 
-LONG = (prompts(1, 3)[0] * 30)[:40]
-"""A prompt of several pieces."""
+LONG = (prompts(1, 3)[0] * 30)[:40]  # A prompt of several pieces
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt2", "gemma3"])

@@ -28,8 +28,7 @@ from tests.helpers.scripted import Scripted, right
 pytest.importorskip("numba")
 
 GREEDY = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
-JOINS = 12
-"""Tokens after which compiling ends, for better or worse."""
+JOINS = 12  # Tokens after which compiling ends, for better or worse
 
 
 class Ends(BaseStreamer):

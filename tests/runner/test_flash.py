@@ -24,11 +24,7 @@ SHORT = {**GREEDY, "max_new_tokens": 24}
     [(NAMES[0], "llama", "left"), (NAMES[1], "gemma3", "none"), (NAMES[2], "mistral", "holes")],
 )
 def test_prompts_are_read_by_flash_attention_and_steps_by_ours(
-    name: str,
-    model_type: str,
-    kind: str,
-    made: list[TapeRecorder],
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, model_type: str, kind: str, made: list[TapeRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     types = {"layer_types": ["sliding_attention", "full_attention"]}
     own = types if model_type == "gemma3" else {}

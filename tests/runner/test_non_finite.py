@@ -103,11 +103,7 @@ def check(
 @pytest.mark.parametrize(("rows", "do_sample"), [(1, True), (3, False)])
 @pytest.mark.parametrize("engine", ["walk", "lockstep", "device", "graphs", "rejection"])
 def test_every_engine(
-    engine: str,
-    rows: int,
-    do_sample: bool,
-    repeats: list[Any],
-    monkeypatch: pytest.MonkeyPatch,
+    engine: str, rows: int, do_sample: bool, repeats: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call: dict[str, Any] = {"do_sample": do_sample}
     place: Any = nullcontext()

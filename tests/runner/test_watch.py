@@ -14,7 +14,15 @@ import pytest
 import torch
 from transformers import AttentionInterface
 
-from lookahead_hf.call.execution import CHANGED, HOOKS, OFFLOADED, REPLACED, TENSORS, WATCHED
+from lookahead_hf.call.execution import (
+    AUTOCAST,
+    CHANGED,
+    HOOKS,
+    OFFLOADED,
+    REPLACED,
+    TENSORS,
+    WATCHED,
+)
 from lookahead_hf.runner import watch
 from lookahead_hf.runner.patched import patched
 from lookahead_hf.runner.watch import Watch
@@ -112,6 +120,7 @@ def test_a_change_is_noticed(change: Callable[[Any], None]) -> None:
         (HostReads, {}, [WATCHED]),
         (Tape, {}, [WATCHED]),
         (lambda: torch.device("cpu"), {}, []),
+        (lambda: torch.autocast("cpu", torch.bfloat16), {}, [AUTOCAST]),
         (nullcontext, {"logits_to_keep": 1}, []),
         (nullcontext, {"token_type_ids": torch.zeros(1, 5)}, [TENSORS]),
     ],
@@ -251,9 +260,7 @@ def test_forwards_of_a_class_are_told_apart(
 
 @pytest.mark.parametrize("change", [rescaled, hooked, replaced_data])
 def test_changes_in_the_middle_of_a_call_count(
-    change: Callable[[Any], None],
-    made: list[TapeRecorder],
-    no_global_hooks: None,
+    change: Callable[[Any], None], made: list[TapeRecorder], no_global_hooks: None
 ) -> None:
     texts = []
     for asked in (False, True):

@@ -96,10 +96,7 @@ def test_an_assistant_with_dropout_at_work_is_refused() -> None:
 
 def test_another_vocabulary_needs_both_tokenizers() -> None:
     model = tiny("llama")
-    both = {
-        "target_tokenizer": characters(),
-        "assistant_tokenizer": characters(pad_token="<pad>"),
-    }
+    both = {"target_tokenizer": characters(), "assistant_tokenizer": characters(pad_token="<pad>")}
     for padded in (VOCAB - 2, VOCAB, VOCAB + 2):
         AssistantDrafter(model, call=TargetCall(padded))
     for vocab_size in (VOCAB // 2, VOCAB + 10):

@@ -16,16 +16,10 @@ from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.rates import Calibration
 from lookahead_hf.logits import constraints
-from lookahead_hf.logits.grammars import LLGuidance, XGrammar
+from lookahead_hf.logits.grammars import XGrammar
 from lookahead_hf.rows import Rows
 from lookahead_hf.sources import grammar as probe
-from lookahead_hf.sources.grammar import (
-    GrammarDrafter,
-    Growth,
-    Probe,
-    Vocabulary,
-    Whitespace,
-)
+from lookahead_hf.sources.grammar import GrammarDrafter, Growth, Probe, Vocabulary, Whitespace
 from tests.helpers import grammars
 from tests.helpers.grammars import END, LEVEL, NUMBER, SCHEMAS, schema, text
 
@@ -238,24 +232,6 @@ def test_a_tokenizer_that_normalises() -> None:
 
 
 @pytest.mark.parametrize("library", ["xgrammar strict", *grammars.LIBRARIES[3:]])
-def test_operations_have_a_limit(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
-    counts = []
-    run = probe.Refinement.run
-
-    def counted(self: Any, asked: Probe, *rest: Any) -> None:
-        run(self, asked, *rest)
-        counts.append(asked.operations)
-
-    monkeypatch.setattr(probe.Refinement, "run", counted)
-    words = [f"a{first}{second}" for first in "bcdef" for second in "ghijklmn"]
-    own = schema(name={"type": "string", "maxLength": 10}, country=text(10))
-    monkeypatch.setitem(globals(), "shadow", lambda own, is_strict: shadow_of(library, own))
-    drafted('{"name": "', own, *words, max_nodes=16)
-    one_growth, least = 60, 100 if library == "xgrammar strict" else 30
-    assert least < counts[-1] < probe.OPERATIONS * 16 + 2 * 64 + one_growth
-
-
-@pytest.mark.parametrize("library", ["xgrammar strict", *grammars.LIBRARIES[3:]])
 def test_a_long_forced_text_is_grown_in_parts(
     monkeypatch: pytest.MonkeyPatch, library: str
 ) -> None:
@@ -277,19 +253,3 @@ def test_a_grammar_that_takes_too_long_is_left_out(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(probe, "MOST_SECONDS", -1)
     with pytest.warns(RuntimeWarning, match="'grammar' failed.*more than -1 s per step"):
         assert drafted('{"level": "', schema(level=LEVEL), "info") == {"info"}
-
-
-def test_states_come_back() -> None:
-    own = schema(name=text(6), level=LEVEL, country=text(3))
-    source = grammars.processor("llguidance strict", [own])
-    own_of = (shadow(own), " "), (LLGuidance(grammars.lltokenizer(), source.grammars[0]), "")
-    for grammar, space in own_of:
-        for token in ids(f'{{"name":{space}"'):
-            assert grammar.advance(token)
-        before = grammar.forced_text(), grammar.allowed(1000)
-        steps = grammar.advance_text(f'Ada",{space}"level":{space}"'.encode())
-        assert steps and grammar.advance(ids("info")[0])
-        assert not grammar.advance_text(b'o"}') and not grammar.advance(END)
-        grammar.back(1)
-        grammar.back(steps)
-        assert (grammar.forced_text(), grammar.allowed(1000)) == before

@@ -192,10 +192,7 @@ def test_a_cache_of_earlier_turns(checkpoint: Any) -> None:
     )
     call = {"input_ids": first, **GREEDY}
     stats = compared(
-        model,
-        lambda: {**call, CACHE: next(caches)[CACHE]},
-        NUM_COLUMNS,
-        drafters=("mtp",),
+        model, lambda: {**call, CACHE: next(caches)[CACHE]}, NUM_COLUMNS, drafters=("mtp",)
     ).stats
     assert stats.per_source["mtp"].accepted > 0
 

@@ -27,8 +27,7 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in NAMES],
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in NAMES]
 )
 def test_greedy(name: str) -> None:
     stats = compare(tiny(name), padded("holes"), **GREEDY)

@@ -36,8 +36,7 @@ from tests.helpers.compared import speculated
 from tests.helpers.models import prompt, tiny
 
 VOCAB, TEXTS, LENGTH = 4, 1500, 3
-CRITICAL = 103.4
-"""Of 63 degrees of freedom; exceeded by one seed in a thousand."""
+CRITICAL = 103.4  # Of 63 degrees of freedom; exceeded by one seed in a thousand
 
 _GENERATOR = torch.Generator().manual_seed(1)
 TARGET = 1.5 * torch.randn(VOCAB, VOCAB, generator=_GENERATOR)

@@ -242,7 +242,7 @@ def note_rejected(rows, emitted, tokens, probs, next_tokens, next_probs):
     """Write what the target considered besides the `emitted` tokens of `rows`, [noted] each.
 
     `tokens` and `probs`, [noted, any], are its best ones there, best first, -1: none.
-    `next_tokens` and `next_probs`, [rows, most], are those of all rows.
+    `next_tokens` and `next_probs`, [rows, most], hold the same for all rows.
     """
     for noted in range(len(rows)):
         row, count = rows[noted], 0

@@ -26,24 +26,14 @@ RIGHT_LENGTHS = np.array([0, 1, 2, 4, 8, 16])
 NUM_RIGHT = len(RIGHT_LENGTHS)
 NUM_BUCKETS = NUM_ORIGINS * NUM_RIGHT
 
-NEAR = (-8, 64)
-"""Tokens around the place where the text left the prediction that count as near it."""
-
-TRUSTED = 8
-"""Consecutive right tokens after which no other place is searched."""
+NEAR = (-8, 64)  # Tokens around the place where the text left the prediction that count as near it
+TRUSTED = 8  # Consecutive right tokens after which no other place is searched
 
 MAX_PLACES = 4
-MAX_MATCH = 16
-"""The text's last tokens that are compared to find the place again."""
-
-MAX_GUESSES = 4
-"""Tokens after leaving the prediction for which the place is guessed."""
-
-SURE = 2
-"""Consecutive right tokens after which the text counts as back in the prediction."""
-
-MAX_RENAMED = 8
-"""Most tokens of a name."""
+MAX_MATCH = 16  # The text's last tokens that are compared to find the place again
+MAX_GUESSES = 4  # Tokens after leaving the prediction for which the place is guessed
+SURE = 2  # Consecutive right tokens after which the text counts as back in the prediction
+MAX_RENAMED = 8  # Most tokens of a name
 
 # Measured on edited source files: acceptance rate of the first token of each origin, and of later
 # tokens by the class of right tokens before them (never lower than the first one's).
@@ -137,8 +127,7 @@ class Alignment:
     def _is_renaming(self, place: Place, text: np.ndarray) -> bool:
         """Learn what replaced a part of the prediction, once the text is back at `place`.
 
-        A part that the same tokens replaced twice is taken for a name and replaced in the whole
-        rest.
+        A part that the same tokens replaced twice is taken for a name, and replaced from here on.
         """
         if self._gap is None or place.right < SURE:
             return False
@@ -215,8 +204,7 @@ MIN_SCORE = 1e-3
 
 
 class PredictionDrafter(Drafter):
-    """Proposes what the caller predicted: after an edit, from each place where the text may have
-    returned."""
+    """Proposes what the caller predicted; after an edit, from each place where it may go on."""
 
     name: ClassVar[str] = "prediction"
     traits = Traits(NUM_BUCKETS, np.maximum.outer(FIRST_RATES, LATER_RATES).ravel())

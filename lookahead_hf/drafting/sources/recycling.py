@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from lookahead_hf.ngram_pool.logits_memory import LogitsMemory
     from lookahead_hf.rows import Rows
 
-MIN_REACH = 1e-4
-"""Least probability of a node worth verifying."""
+MIN_REACH = 1e-4  # Least probability of a node worth verifying
 
 
 MAX_TOP_K = 64

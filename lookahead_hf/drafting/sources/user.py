@@ -22,19 +22,14 @@ if TYPE_CHECKING:
 
     from lookahead_hf.rows import Rows
 
-ROUNDING = 0.01
-"""Tolerated error of a sum of probabilities; half precision is off by up to 0.004."""
+ROUNDING = 0.01  # Tolerated error of a sum of probabilities; half precision is off by up to 0.004
 
 
 class UserDrafter(Drafter):
     """Wraps a user's object that has `propose` and perhaps other members of a `Drafter`."""
 
     def __init__(self, drafter: Any, vocab_size: int | None = None, draws: bool = True) -> None:
-        """Read the object's name and traits once.
-
-        Probabilities are checked only if rejection sampling `draws`. Errors of the object
-        propagate.
-        """
+        """Read name and traits once; rejection sampling (`draws`) needs checked probabilities."""
         self.wrapped = drafter
         self._vocab_size, self._draws = vocab_size, draws
         self.name = drafter_name(drafter)  # type: ignore[misc]
@@ -85,8 +80,7 @@ class UserDrafter(Drafter):
 def checked(tree: Any, num_rows: int, num_buckets: int) -> DraftTree:
     """Return a user's tree with arrays of the right types; `depth` and `score` are not read.
 
-    Unknown token ids are no error: merging drops them. ValueError if the parts of the tree do not
-    fit.
+    Unknown token ids are no error: merging drops them. ValueError if parts of it do not fit.
     """
     if not isinstance(tree, DraftTree):
         raise ValueError(f"propose() must return a DraftTree, not {type(tree).__name__}")
@@ -130,8 +124,8 @@ def _evidence(evidence: Any, num_nodes: int, num_buckets: int) -> Evidence | Non
         raise ValueError(f"the evidence does not fit {num_nodes} nodes")
     if len(buckets) and not 0 <= buckets.min() <= buckets.max() < num_buckets:
         raise ValueError(
-            f"evidence.bucket counts from 0 to {num_buckets - 1} (num_buckets={num_buckets}), but "
-            f"holds {buckets.min()} and {buckets.max()}"
+            f"evidence.bucket counts from 0 to {num_buckets - 1} (traits.buckets={num_buckets}), "
+            f"but holds {buckets.min()} and {buckets.max()}"
         )
     return Evidence(offsets, np.zeros(len(buckets), np.int32), buckets.astype(np.int32))
 

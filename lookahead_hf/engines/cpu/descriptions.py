@@ -23,15 +23,10 @@ from lookahead_hf.runner.watch import Watch
 
 
 class Family(NamedTuple):
-    """What the classes of a file of transformers have in common.
+    """What the classes of a file of transformers have in common."""
 
-    Attributes:
-        prefix: The prefix of their names.
-        norm: What their RMS norms compute.
-    """
-
-    prefix: str
-    norm: int = fields.RMS
+    prefix: str  # the prefix of their names
+    norm: int = fields.RMS  # what their RMS norms compute
 
 
 FAMILIES = {
@@ -65,8 +60,7 @@ ACTIVATIONS: dict[type, int] = {
 }
 """Activations by their classes."""
 
-STOCK = {nn.Linear, nn.LayerNorm, nn.Dropout, *ACTIVATIONS}
-"""Other classes that layers consist of."""
+STOCK = {nn.Linear, nn.LayerNorm, nn.Dropout, *ACTIVATIONS}  # Other classes that layers consist of
 
 FUNCTIONS = ("apply_rotary_pos_emb", "rotate_half", "eager_attention_forward", "repeat_kv")
 """Functions of a file that its layers call."""
@@ -98,11 +92,7 @@ _DROPOUTS = ("attention_dropout", "residual_dropout", "p")
 
 
 def describe_linear(module: nn.Linear) -> Program:
-    """Describe a lone linear layer.
-
-    Raises:
-        Unknown: There are no kernels for it.
-    """
+    """Describe a lone linear layer; Unknown if there are no kernels for it."""
     check_linear(module)
     program = _program_for([module], None)
     program.linear(module, "stream", "out")
@@ -111,22 +101,16 @@ def describe_linear(module: nn.Linear) -> Program:
 
 
 def describe_layer(layer: Any) -> Program:
-    """Describe a decoder layer.
-
-    Raises:
-        Unknown: There are no kernels for what it does.
-    """
+    """Describe a decoder layer; Unknown if there are no kernels for what it does."""
     kind = type(layer)
     family = family_of(kind, PARTS[:1])
     if family is None:
         raise Unknown(f"{kind.__name__} of {kind.__module__} is not known")
     program = _program_for([*layer.modules()], family)
     program.norm_kind, program.layer_index = family.norm, layer.self_attn.layer_idx
-    hidden = "normed"
-    if hasattr(layer, "input_layernorm"):
+    hidden = "normed" if hasattr(layer, "input_layernorm") else "stream"
+    if hidden == "normed":
         program.norm(layer.input_layernorm, "stream", hidden)
-    else:
-        hidden = "stream"
     before_feedforward = getattr(layer, "pre_feedforward_layernorm", None)
     norms_results = before_feedforward is not None or hidden == "stream"
     factor = bits(getattr(layer, "residual_multiplier", 1.0))

@@ -72,6 +72,7 @@ class CompiledLayers:
             is_linear = isinstance(module, nn.Linear) and module not in inside
             if is_linear and (has_all or _is_large(module)):
                 self._add(describe_linear, module)
+        self._around = [(ref(each), _parts(each)) for each in model.modules() if each not in inside]
         calls = [(layer.module, _Call(self.layers, layer)) for layer in self.layers]
         self._calls = [(vars(module), call) for module, call in calls]
         self._functions = dict[tuple[Any, str], Any]()
@@ -103,22 +104,24 @@ class CompiledLayers:
     def is_current(self) -> bool:
         """Return whether all layers are as they were described, or still cannot be."""
         are_modules = all(each.program.watch.are_modules_current() for each in self.layers)
-        is_same = are_modules and watch.are_current(self._functions)
+        is_same = are_modules and self._is_same_build() and watch.are_current(self._functions)
         return is_same and not any(map(_is_known, self._unknown))
+
+    def _is_same_build(self) -> bool:
+        """Return whether no module has come or gone around the layers."""
+        return all(_parts(module()) == parts for module, parts in self._around)
 
     def refusal(self) -> str | None:
         """Return why a step cannot use the kernels now, None if it can."""
         if reason := watch.watcher():
             return reason
+        if not self._is_same_build():
+            return execution.CHANGED
         is_stock = watch.has_stock_functions() and watch.are_current(self._functions)
         return None if is_stock else execution.FUNCTIONS
 
     def run(self, forward: Callable[[], Any]) -> tuple[Any, LayerStep]:
-        """Run a forward with the kernels; return its outputs, and the step.
-
-        Raises:
-            Broken: The forward has to run without the kernels.
-        """
+        """Run a forward with the kernels; return outputs and step, or raise Broken."""
         context = current()
         assert context is not None
         with shared_change(self._users, self._install, self._remove):
@@ -148,8 +151,7 @@ class CompiledLayers:
     def _begin(self, context: ForwardContext) -> LayerStep:
         """Return a step of the layers that now call us."""
         others = sum(own.get(compat.CALL) is not call for own, call in self._calls)
-        is_whole = not others and self._is_whole()
-        last = self.layers[self._num_layers - 1] if is_whole else None
+        last = None if others or not self._is_whole() else self.layers[self._num_layers - 1]
         try:
             workspace = self._free.pop()
         except IndexError:  # other threads work in all of them
@@ -169,8 +171,7 @@ class CompiledLayers:
         is_known = family_of(kind, MODELS) and is_original(kind.forward)
         if not is_known or "forward" in vars(decoder):
             return False
-        called = list(decoder.layers)[: decoder.config.num_hidden_layers]
-        return list(map(id, called)) == [id(layer.module) for layer in layers]
+        return self._num_layers == len(decoder.layers) <= decoder.config.num_hidden_layers
 
 
 class _Call:
@@ -201,6 +202,11 @@ def _decoder(model: nn.Module) -> tuple[Callable[[], Any], list[nn.Module]]:
         if isinstance(layers, nn.ModuleList) and len(layers) and hasattr(layers[0], "self_attn"):
             return ref(module), list(layers)
     return lambda: None, []
+
+
+def _parts(module: nn.Module | None) -> list[int]:
+    """Return the ids of a module's own modules; the layers keep those that count alive."""
+    return [] if module is None else [*map(id, compat.children_of(module).values())]
 
 
 def _is_known(asked: tuple[Callable[[Any], Program], nn.Module]) -> bool:
@@ -234,11 +240,9 @@ class CompiledSteps:
     def __init__(self, model: Any, asked: bool | str = True, refusal: str | None = None) -> None:
         """Describe the model's layers, or those that have changed since the last call.
 
-        Args:
-            model: The target.
-            asked: As `compiled_layers` of the configuration. For "everywhere" the call waits until
-                the kernels are compiled. Without it they read prompts where torch is slow.
-            refusal: Why the call does not use the kernels, None if it may.
+        `asked` is `compiled_layers` of the configuration: for "everywhere" the call waits until the
+        kernels are compiled; without it they read prompts where torch is slow. `refusal` says why
+        the call does not use the kernels, None if it may.
         """
         self._given = model, asked, refusal
         refusal = refusal or (None if asked else execution.NOT_ASKED_FOR)

@@ -34,39 +34,22 @@ class Place(NamedTuple):
 
 @dataclass
 class Program:
-    """Operations of a layer, the fields to fill in, and what must stay as it was.
+    """Operations of a layer, the fields to fill in, and what must stay as it was."""
 
-    Attributes:
-        watch: The modules whose code the operations replace.
-        ops: The constant fields of each operation.
-        weights: The parameters.
-        places: Fields that hold addresses.
-        buffers: Numbers per token in each buffer of the layer.
-        dtype: Dtype of all parameters.
-        size: Numbers per token of the input.
-        outputs: The same for the output of a lone linear layer.
-        layer_index: Index of the layer in the cache, None for a lone linear layer.
-        head_dim: Numbers of a head.
-        shared_heads: Heads of K and V.
-        group: Heads of queries that share one of these.
-        is_rotated: Whether the layer rotates heads.
-        norm_kind: Which norm the layer's RMS norms are.
-    """
-
-    watch: Watch
-    ops: list[dict[int, int]] = field(default_factory=list)
-    weights: list[torch.Tensor] = field(default_factory=list)
-    places: list[Place] = field(default_factory=list)
-    buffers: dict[str, int] = field(default_factory=dict)
-    dtype: torch.dtype = torch.float32
-    size: int = 0
-    outputs: int = 0
-    layer_index: int | None = None
-    head_dim: int = 0
-    shared_heads: int = 0
-    group: int = 0
-    is_rotated: bool = False
-    norm_kind: int = fields.RMS
+    watch: Watch  # the modules whose code the operations replace
+    ops: list[dict[int, int]] = field(default_factory=list)  # the constant fields of each operation
+    weights: list[torch.Tensor] = field(default_factory=list)  # the parameters
+    places: list[Place] = field(default_factory=list)  # fields that hold addresses
+    buffers: dict[str, int] = field(default_factory=dict)  # numbers per token of each
+    dtype: torch.dtype = torch.float32  # dtype of all parameters
+    size: int = 0  # numbers per token of the input
+    outputs: int = 0  # the same for the output of a lone linear layer
+    layer_index: int | None = None  # index of the layer in the cache, None for a lone linear layer
+    head_dim: int = 0  # numbers of a head
+    shared_heads: int = 0  # heads of K and V
+    group: int = 0  # heads of queries that share one of these
+    is_rotated: bool = False  # whether the layer rotates heads
+    norm_kind: int = fields.RMS  # which norm the layer's RMS norms are
 
     def floats(self, num_tokens: int) -> int:
         """Return the float32 numbers that a thread needs room for, attention aside."""
@@ -80,13 +63,10 @@ class Program:
         return piece, max(op.get(fields.SIZE, 0) for op in self.ops)
 
     def add(self, kind: int, addresses: dict[int, Any], **given: int) -> None:
-        """Add an operation.
+        """Add an operation with further fields, by their names in lower case.
 
-        Args:
-            kind: Its kind.
-            addresses: By field, the name of a buffer or an argument; a parameter as its owner,
-                name and first row; or None.
-            given: Other fields, by their names in lower case.
+        An address is, by its field, the name of a buffer or an argument; a parameter as its owner,
+        name and first row; or None.
         """
         at = len(self.ops)
         self.ops.append(
@@ -125,10 +105,7 @@ class Program:
             raise Unknown(f"it has weights of {tensor.dtype}, or of several types")
 
     def linear(self, module: Any, source: str, target: str, **given: Any) -> None:
-        """Add a linear layer, or `rows` of one, a range of its outputs.
-
-        `given` may also set `joins_next`, `mode`, `flavour` and `factor`.
-        """
+        """Add a linear layer, or a range of its outputs, `rows`, with further fields."""
         check_linear(module)
         rows = given.pop("rows", range(module.weight.shape[0]))
         addresses: dict[int, Any] = {
@@ -143,8 +120,8 @@ class Program:
         sizes = {"size": module.weight.shape[1], "outputs": len(rows), "piece": piece_of(len(rows))}
         self.add(fields.LINEAR, addresses, **sizes, **given)
 
-    def norm(self, module: Any, source: str, target: str, heads: int = 1, **given: int) -> None:
-        """Add a norm of whole vectors, `heads` per token."""
+    def norm(self, module: Any, source: str, target: str, **given: int) -> None:
+        """Add a norm of whole vectors."""
         flavour, epsilon = self.norm_of(module)
         addresses = {
             fields.SOURCE: source,
@@ -153,7 +130,7 @@ class Program:
         }
         if flavour == fields.LAYER_NORM:
             addresses[fields.BIAS] = (module, "bias")
-        sizes = {"size": len(module.weight), "heads": heads}
+        sizes = {"size": len(module.weight), "heads": 1}
         self.add(fields.NORM, addresses, **sizes, flavour=flavour, epsilon=epsilon, **given)
 
     def norm_of(self, module: Any) -> tuple[int, int]:

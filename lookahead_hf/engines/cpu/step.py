@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import operator
 from typing import Any
 
@@ -11,18 +10,11 @@ import torch
 from lookahead_hf.cache.slots import SlotCache, SlotLayer
 from lookahead_hf.call import execution
 from lookahead_hf.engines.cpu.kernels.fields import SIDE_BY_SIDE
-from lookahead_hf.engines.cpu.kernels.program import (
-    MOST_TOKENS,
-    Plan,
-    segment_of,
-    tile_floats,
-)
+from lookahead_hf.engines.cpu.kernels.program import MOST_TOKENS, Plan, segment_of, tile_floats
 from lookahead_hf.engines.cpu.workspace import Arguments, CompiledLayer, Workspace, plan_for
 from lookahead_hf.model import compat
 from lookahead_hf.runner import attention
 from lookahead_hf.runner.forward import ForwardContext
-
-_logger = logging.getLogger(__name__)
 
 TOLERANCES = {
     torch.bfloat16: (0.05, 2.0**-7),
@@ -31,8 +23,7 @@ TOLERANCES = {
 }
 """Largest error of a layer in its first step, relative to what it adds and to its whole result."""
 
-SEGMENT = 8
-"""Most tokens of a segment, rounded up."""
+SEGMENT = 8  # Most tokens of a segment, rounded up
 
 _READ = {
     "attention_mask",
@@ -81,8 +72,7 @@ class LayerStep:
     ) -> torch.Tensor | None:
         """Compute a layer, or note it for the last one to compute; None if it runs its own code.
 
-        Raises:
-            Broken: Layers were noted, and this one does not follow them.
+        Broken if layers were noted, and this one does not follow them.
         """
         if self._is_trial:
             return None
@@ -116,11 +106,7 @@ class LayerStep:
         return self._stream
 
     def finish(self) -> None:
-        """End the forward.
-
-        Raises:
-            Broken: The forward went on without the last layer.
-        """
+        """End the forward; Broken if it went on without the last layer."""
         if self._pending:
             raise Broken
 
@@ -249,7 +235,6 @@ class LayerStep:
             layer.is_trusted = agrees
             if not agrees:
                 self.reasons.add(execution.DIFFERED)
-                _logger.info("the kernels do not reproduce a layer, which runs its own code")
 
 
 def _refusal(layer: CompiledLayer, x: Any) -> str | None:
@@ -292,10 +277,7 @@ def _angles(given: Any, x: torch.Tensor, head_dim: int) -> list[torch.Tensor] | 
 
 
 def _agree(ours: torch.Tensor, own: torch.Tensor, added: torch.Tensor) -> bool:
-    """Return whether the kernels' results are the module's own up to rounding.
-
-    `added` is the part of `own` that the module has computed.
-    """
+    """Return whether results are the module's `own` up to rounding; `added` is a part of these."""
     by_added, by_whole = TOLERANCES[own.dtype]
     limit = by_added * _size(added) + by_whole * _size(own)
     return _size(ours.float() - own.float()) <= limit

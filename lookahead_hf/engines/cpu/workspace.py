@@ -1,4 +1,4 @@
-"""What kernels work in: plans of a block's tokens, and buffers."""
+"""Plans of a block's tokens for the kernels, and the buffers that these work in."""
 
 from __future__ import annotations
 
@@ -24,15 +24,9 @@ def plan_for(
     width: int,
     most: int = fields.SIDE_BY_SIDE,
 ) -> Plan | None:
-    """Return which slots the tokens of a block see, None if a layer got another mask than ours.
+    """Return which slots the tokens of a block, `width` of each row, see in a group of layers.
 
-    Args:
-        context: The forward.
-        mask: The mask that a layer got.
-        group: The layers of the cache that take it.
-        rows: Rows of what the layer computes.
-        width: Tokens per row.
-        most: Most tokens of a segment.
+    It is None if a layer got another mask than ours. A segment has `most` tokens.
     """
     place, capacity, block = group.block, group.capacity, context.block
     kind = None if place is None or block is None else block.kind_of(mask, group)
@@ -92,7 +86,6 @@ class Workspace:
         self.layers = layers
         count = sum(len(layer.program.ops) for layer in layers)
         ops = np.zeros((count, fields.OP_FIELDS), np.int64)
-        self._ops = ops
         self._flat, self._addresses = ops.reshape(-1), dict[tuple[int, int], "_Addresses"]()
         self._buffers: dict[tuple[str, int, torch.dtype], torch.Tensor] = {}
         for layer in layers:
@@ -160,10 +153,8 @@ class _Addresses:
     def fill(self, flat: np.ndarray, given: Sequence[Arguments]) -> list[torch.UntypedStorage]:
         """Write the addresses into the operations, [fields of all]; return the weights' memory.
 
-        The caller holds the memory while kernels read it.
-
-        Raises:
-            RuntimeError: It was freed, or another thread has changed a weight.
+        The caller holds the memory while kernels read it. RuntimeError if it was freed, or another
+        thread has changed a weight.
         """
         memory = list(map(torch.Tensor.untyped_storage, self._tensors))
         at = np.array(list(map(torch.Tensor.data_ptr, self._tensors)), np.int64)

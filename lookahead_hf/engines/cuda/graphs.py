@@ -19,8 +19,7 @@ from lookahead_hf.engines.cuda.step import MAX_WIDTH, StepState
 from lookahead_hf.kernels import PathTable
 from lookahead_hf.model.state import kept
 
-LEAST_VISIBLE = 512
-"""Slots that the attention of the first graphs sees, doubled as the texts grow."""
+LEAST_VISIBLE = 512  # Slots that the attention of the first graphs sees, doubled as the texts grow
 
 Step = tuple[int, int, bool]
 """The width of a step, the visible slots, and whether the step decides, too."""
@@ -64,29 +63,17 @@ def capacity_for(slots: int) -> int:
 
 @dataclass(eq=False)
 class GraphSet:
-    """The graphs of one model and one kind of call.
+    """The graphs of one model and one kind of call."""
 
-    Attributes:
-        key: What calls on the set have in common.
-        capacity: Most tokens of a text.
-        state: Lengths, positions and drafts.
-        stores: K and V of every layer, by groups of layers.
-        tables: The same, for compaction.
-        recorder: Captures the steps.
-        recordings: The captured steps.
-        is_used: Whether a call replays; two replays must not overlap.
-        reads_masks: Whether a layer reads its mask; None if unknown.
-    """
-
-    key: tuple[Any, ...]
-    capacity: int
-    state: StepState
-    stores: list[list[tuple[torch.Tensor, torch.Tensor]]]
-    tables: list[PathTable]
-    recorder: CudaRecorder
-    recordings: dict[Step, Recording] = field(default_factory=dict)
-    is_used: bool = False
-    reads_masks: bool | None = None
+    key: tuple[Any, ...]  # what calls on the set have in common
+    capacity: int  # most tokens of a text
+    state: StepState  # lengths, positions and drafts
+    stores: list[list[tuple[torch.Tensor, torch.Tensor]]]  # K and V by groups of layers
+    tables: list[PathTable]  # the same, for compaction
+    recorder: CudaRecorder  # captures the steps
+    recordings: dict[Step, Recording] = field(default_factory=dict)  # the captured steps
+    is_used: bool = False  # whether a call replays; two replays must not overlap
+    reads_masks: bool | None = None  # whether a layer reads its mask; None if unknown
 
     @property
     def nbytes(self) -> int:
@@ -104,12 +91,8 @@ class GraphSet:
     def try_masks(self, run: Callable[[int, int], bool], lengths: np.ndarray) -> None:
         """Find out by a step of one token per row whether a layer reads its mask, as `run` says.
 
-        Args:
-            run: Runs a step of a width, given the visible slots.
-            lengths: Tokens of each row in the cache, [rows].
-
-        Raises:
-            Uncapturable: The step fails.
+        `run` runs a step of a width, given the visible slots; `lengths` are the tokens of each row
+        in the cache, [rows]. Uncapturable if the step fails.
         """
         self.state.rehearse(1, lengths)
         try:
@@ -131,11 +114,7 @@ class GraphSet:
         group.move_to(self.stores[index], room, self.tables[index])
 
     def capture(self, step: Step, run: Callable[[], Captured], lengths: np.ndarray) -> Recording:
-        """Record a step, for rows of these lengths, in the memory pool of all graphs.
-
-        Raises:
-            Uncapturable: The step cannot be captured.
-        """
+        """Record a step for rows of these lengths in the pool of all graphs, or Uncapturable."""
         with _capturing:
             try:
                 self._capture(step, run, lengths)
@@ -180,11 +159,7 @@ def new_set(
     capacity: int,
     recorder: CudaRecorder,
 ) -> GraphSet:
-    """Return a set without graphs for calls like this one.
-
-    Raises:
-        Uncapturable: There is not enough memory.
-    """
+    """Return a set without graphs for calls like this one; Uncapturable without enough memory."""
     groups = cache.slots.each_group()
     rooms = [slots_for(group, capacity) for group in groups]
     try:
@@ -213,14 +188,9 @@ WIDTHS = (64, 32, 16, 8, 1)
 MOST_TOKENS = 512
 """Most tokens of a captured step. Larger ones are bound by arithmetic, so that no draft pays."""
 
-WORTHWHILE = 64
-"""New tokens from which on "auto" captures graphs."""
-
-MOST_SETS = 2
-"""Kinds of calls whose graphs a model keeps, such as greedy and sampled."""
-
-MEMORY_SHARE = 0.5
-"""Share of the free memory that K and V of a model's graphs may take."""
+WORTHWHILE = 64  # New tokens from which on "auto" captures graphs
+MOST_SETS = 2  # Kinds of calls whose graphs a model keeps, such as greedy and sampled
+MEMORY_SHARE = 0.5  # Share of the free memory that K and V of a model's graphs may take
 
 
 class ModelGraphs:
@@ -239,19 +209,11 @@ class ModelGraphs:
         slots: int,
         create: bool,
     ) -> GraphSet:
-        """Move a call into the set of its kind, a new one where none fits.
+        """Move a call into the set of its kind; Uncapturable if there is none for it.
 
-        The caller passes the set to `leave` when the call ends.
-
-        Args:
-            kind: What graphs of the call depend on, beside the shapes of its tensors.
-            cache: The call's cache; its layers move to the set's K and V.
-            next_position: As of `PromptState`.
-            slots: Most slots that the call may need.
-            create: Whether to make a missing set.
-
-        Raises:
-            Uncapturable: There is no set for this call.
+        The caller passes the set to `leave` when the call ends. `kind` is what graphs of the call
+        depend on, beside the shapes of its tensors; `slots` the most that it may need. With
+        `create` a missing set is made.
         """
         key = (*kind, *_sizes(cache, next_position))
         recorder = recorder_for(next_position.device)
@@ -312,7 +274,7 @@ class ModelGraphs:
             used.retire()
 
     def release(self) -> None:
-        """Free all sets, those in use when their calls end, and forget what failed."""
+        """Free all sets, also the ones in use once their calls end, and forget what failed."""
         with self._lock:
             idle = [each for each in self.sets if not each.is_used]
             self.sets, self._failed = [], {}

@@ -85,8 +85,7 @@ class OnDevice:
 Decision = OnHost | OnDevice
 
 
-ALIGNED = 16
-"""Divides the visible slots: torch copies any other mask once per layer."""
+ALIGNED = 16  # Divides the visible slots: torch copies any other mask once per layer
 
 
 def runner(options: StepOptions) -> Runner | None:
@@ -126,11 +125,8 @@ class CudaRunner(Runner):
     ) -> None:
         """Prepare for one call, as `Runner` does.
 
-        Args:
-            model: As in `Runner`, and so are `num_rows` and `shape`.
-            decision: Who chooses the tokens; by default the device chooses the likeliest ones.
-            room: Most slots that the call may need behind the longest prompt.
-            cuda_graphs: As in `SpeculativeConfig`.
+        `decision` chooses the tokens; by default the device takes the likeliest ones. `room` is the
+        most slots that the call may need behind the longest prompt.
         """
         super().__init__(model, num_rows, shape)
         self.decision: Decision = OnDevice() if decision is None else decision

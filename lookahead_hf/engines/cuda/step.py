@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from lookahead_hf import kernels
-from lookahead_hf.block.block import Block, Held, ancestor_words, is_read, kernel_serves
+from lookahead_hf.block.block import Block, HeldSlots, ancestor_words, is_read, kernel_serves
 from lookahead_hf.block.layout import PromptState, widened
 from lookahead_hf.cache.slots import ColumnCache, SlotGroup
 from lookahead_hf.draft import DraftTree
@@ -37,11 +37,7 @@ class DraftViews(NamedTuple):
 def pack(rows: Rows, draft: DraftTree, lengths: np.ndarray, width: int) -> np.ndarray:
     """Return a step's draft as one array, int64, of which `_views` are the fields.
 
-    Args:
-        rows: The texts.
-        draft: What is fed behind the last tokens.
-        lengths: Tokens of each row in the cache, [rows].
-        width: Tokens per row, padding included.
+    `lengths` are the tokens of each row in the cache, [rows]; `width` those fed, with padding.
     """
     assert width <= MAX_WIDTH, "a token has one bit in the words of the others"
     packed = np.zeros(_size(rows.num_rows, width), np.int64)
@@ -65,10 +61,7 @@ def _views(packed: Any, rows: int, width: int) -> list[Any]:
 
 
 def _even(count: int) -> int:
-    """Round up, so that the next field begins at a multiple of 16 bytes.
-
-    For another address Triton compiles kernels of their own.
-    """
+    """Round up to 16 bytes; for another address Triton compiles kernels of their own."""
     return count + count % 2
 
 
@@ -160,27 +153,17 @@ class StepFunction:
 
     reads_masks = True
 
-    def __init__(
-        self,
-        model: Any,
-        beginning: PromptState,
-        state: StepState,
-    ) -> None:
+    def __init__(self, model: Any, beginning: PromptState, state: StepState) -> None:
         self._model, self._cache, self._state = model, beginning.cache, state
         self._passed, self._kinds = beginning.passed, beginning.kinds
         self._names = beginning.names
         self._takes_dict = compat.takes_mask_dict(model)
 
     def run(self, width: int, visible: int) -> tuple[Any, ...]:
-        """Run a whole step that chooses the likeliest tokens.
+        """Run a whole step that chooses the likeliest tokens, at most `MAX_WIDTH` per row.
 
-        Args:
-            width: Tokens per row, at most `MAX_WIDTH`.
-            visible: Slots that the attention sees.
-
-        Returns:
-            What `forward` returns, `TreeWalk.packed`, and the tensors of the kernel's `RowScan` of
-            the logits, if there is one.
+        Returns what `forward` returns, `TreeWalk.packed`, and the tensors of the kernel's `RowScan`
+        of the logits, if there is one.
         """
         logits, states = self.forward(width, visible)
         done = self.decide(width, logits, keep_scan=True)
@@ -189,9 +172,8 @@ class StepFunction:
     def forward(self, width: int, visible: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Build masks and positions and run the model.
 
-        Returns:
-            Logits, [rows, width, vocab], and the last hidden states, [rows, width, hidden], if a
-            drafter reads them.
+        Returns the logits, [rows, width, vocab], and the last hidden states, [rows, width, hidden],
+        if a drafter reads them.
         """
         state, draft = self._state, self._state.draft(width)
         fed = draft.lengths - state.prompt_lengths
@@ -255,12 +237,12 @@ class StepFunction:
     def _groups(self) -> list[tuple[SlotGroup, GroupState]]:
         return [*zip(self._cache.slots.each_group(), self._state.groups, strict=True)]
 
-    def _hold(self, draft: DraftViews, visible: int) -> dict[str, Held]:
+    def _hold(self, draft: DraftViews, visible: int) -> dict[str, HeldSlots]:
         """Place the block in every group of layers; return what they hold, by kind of mask."""
         rows, width = draft.tokens.shape
         place = torch.arange(width, device=draft.tokens.device)
         row = torch.arange(rows, device=place.device)[:, None]
-        held = dict[str, Held]()
+        held = dict[str, HeldSlots]()
         for group, part in self._groups:
             lengths, seen = _lengths(group, part, draft), min(visible, group.capacity)
             flat = row * group.capacity + lengths[:, None] + place
@@ -269,7 +251,7 @@ class StepFunction:
             for kind in self._kinds:
                 if self._cache.slots.groups[kind.name] is group:
                     columns = part.columns if kind.is_limited else None
-                    held[kind.name] = Held(kind, lengths, seen, pads, columns)
+                    held[kind.name] = HeldSlots(kind, lengths, seen, pads, columns)
         return {kind.name: held[kind.name] for kind in self._kinds}
 
 

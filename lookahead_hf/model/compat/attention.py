@@ -83,10 +83,7 @@ def is_flash(function: Any) -> bool:
 
 
 def under_own_name(module: nn.Module, name: str) -> nn.Module:
-    """Return a view of an attention module whose configuration has this name of attention.
-
-    Flash attention chooses its implementation by that name.
-    """
+    """Return a view of an attention module by a name, by which flash attention is chosen."""
     view = copy.copy(module)
     view.config = copy.copy(module.config)
     set_attention_name(view.config, name)
@@ -143,10 +140,7 @@ def mask_kinds(model: nn.Module) -> tuple[str, ...]:
 
 
 def additive_mask(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return 0 for what is `seen`, [rows, width, columns] bool, and the lowest number elsewhere.
-
-    The mask is [rows, 1, width, columns].
-    """
+    """Return [rows, 1, width, columns]: 0 for what is `seen`, the lowest number elsewhere."""
     lowest = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=seen.device)
     return torch.where(seen[:, None], torch.zeros_like(lowest), lowest)
 
@@ -161,7 +155,7 @@ def window(model: nn.Module) -> int | None:
 def takes_mask_dict(model: nn.Module) -> bool:
     """Return whether the decoder accepts a dict of masks by layer type.
 
-    All of transformers do that have layer types, but those without any attention.
+    All decoders of transformers with layer types do, except the ones without any attention.
     """
     return not set(getattr(text_config(model), "layer_types", None) or ()) <= WITHOUT_ATTENTION
 

@@ -99,8 +99,7 @@ def given_cache(arguments: Mapping[str, Any]) -> Any:
 def returned_cache(outputs: Any, given: Any = None) -> Any:
     """Return the cache that a forward returned, under any name if it was `given` one.
 
-    Raises:
-        Unserved: It was given none, and returned none under a name that is known here.
+    Unserved if it was given none, and returned none under a name that is known here.
     """
     for name in CACHE_NAMES:
         if name in outputs.keys():  # noqa: SIM118  # `in outputs` also takes names that it renames
@@ -179,10 +178,7 @@ def tiny_llama() -> Any:
 
 
 def is_stock(model: Any, modules: Iterable[nn.Module]) -> bool:
-    """Return whether transformers' own methods run the model, its decoder and layers.
-
-    `modules` are all modules of the model.
-    """
+    """Return whether transformers' own methods run the model of `modules`, decoder and layers."""
     kind, decoder = type(model), type(model.get_decoder())
     layers = [each for each in modules if isinstance(each, GradientCheckpointingLayer)]
     if any("forward" in vars(each) and not is_offloaded(each) for each in layers):
@@ -294,10 +290,7 @@ def _grows(table: nn.Module) -> bool:
 
 
 def entries_of_columns(table: Any, columns: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Look up tokens in a table that `is_computed`, [rows, width, dim]; extend it if needed.
-
-    `columns` and `ids` are those of the tokens, [rows, width].
-    """
+    """Look up tokens of these columns and ids in a computed table, [rows, width, dim]."""
     places = columns + 1 + table.padding_idx
     most = int(places.max()) + 1
     if _grows(table) and most > table.weights.shape[0]:
@@ -353,10 +346,7 @@ _SELECTS_LONG_FACTORS = version.parse(transformers.__version__) >= version.parse
 
 
 def reads_lengths(model: nn.Module) -> bool:
-    """Return whether a forward reads the longest position back, which no graph can capture.
-
-    Since 5.23, long factors no longer do.
-    """
+    """Return whether a forward reads the longest position back, which no graph captures."""
     kinds = set(rope_limits(model))
     return bool(kinds - {"longrope"} if _SELECTS_LONG_FACTORS else kinds)
 

@@ -15,12 +15,8 @@ from transformers.generation import utils as generation_utils
 from transformers.generation.continuous_batching.requests import (
     GenerationOutput as GenerationOutput,
 )
-from transformers.generation.continuous_batching.requests import (
-    RequestState as RequestState,
-)
-from transformers.generation.continuous_batching.requests import (
-    RequestStatus as RequestStatus,
-)
+from transformers.generation.continuous_batching.requests import RequestState as RequestState
+from transformers.generation.continuous_batching.requests import RequestStatus as RequestStatus
 from transformers.generation.continuous_batching.utils import WorkloadHints as WorkloadHints
 
 from lookahead_hf.model.compat.attention import additive_mask, set_attention_name
@@ -111,8 +107,7 @@ def set_up_for_step(model: Any, num_rows: int, width: int) -> AbstractContextMan
     """Return the context of a step's forward on `num_rows` rows of `width` tokens.
 
     On an accelerator plain `generate` copies the weights of each token's experts ("batched_mm").
-    That is fast for a few single tokens; a block takes many times the memory and time of
-    "grouped_mm".
+    That is fast for single tokens; a block takes many times what "grouped_mm" takes.
     """
     if width > 1 or num_rows > MOST_GATHERED or not _gathers_experts(model):
         return nullcontext()
@@ -127,10 +122,7 @@ def _gathers_experts(model: Any) -> bool:
 
 
 def has_own_generate(model: Any) -> bool:
-    """Return whether the model's class has a `generate` of its own.
-
-    It may change settings, and may pass the call to a part of the model.
-    """
+    """Return whether a model's class has a `generate`, which may change settings or model."""
     return bool(type(model).generate is not GenerationMixin.generate)
 
 
@@ -213,8 +205,7 @@ SERVERS_QUEUE, SERVERS_QUEUE_CONFIG = "_cb", "_cb_config"
 requests of a model, and its configuration, in the state of all models."""
 
 OUTLINES_GUIDES, OUTLINES_MATCHERS = "_guides", "_matchers"
-"""Where outlines' logits processors keep the state of each row: those for outlines-core and for
-xgrammar."""
+"""Where outlines' processors keep the state of each row: for outlines-core and for xgrammar."""
 
 
 def bytes_per_token(model: Any) -> int:

@@ -87,8 +87,7 @@ def measure(
 
     `ways` are the arguments that each system adds to the `shared` ones of `generate`. `seed` is
     that of the first batch; every further batch has the next number. At first the first batch runs
-    untimed, if that `prepares` what later calls find. CommandError if a speculative call ran plain
-    `generate`.
+    untimed, if that `prepares` what later calls find. CommandError if plain `generate` ran instead.
     """
     for extra in ways.values() if prepares else ():
         timed_call(model, batches[0].inputs | shared | extra, seed)
@@ -145,6 +144,7 @@ def until_end(row: list[int], end_ids: frozenset[int]) -> tuple[int, ...]:
 
 
 def end_tokens(model: Any) -> frozenset[int]:
+    """Return the ids of a model's end tokens."""
     ids = model.generation_config.eos_token_id
     return frozenset([ids] if isinstance(ids, int) else ids or ())
 
@@ -162,7 +162,6 @@ class Line:
     lowest: float
     highest: float
     tokens_per_step: float
-    outside_forward: float | None  # share of the time after the prefill
     identical: float  # share of the texts that equal the plain ones
 
 
@@ -212,7 +211,6 @@ def _line(family: str, runs: list[Run], plain: list[Run]) -> Line:
         lowest=min(ratios),
         highest=max(ratios),
         tokens_per_step=_tokens_per_step(runs),
-        outside_forward=_outside_forward(runs),
         identical=sum(text == reference for text, reference in pairs) / len(pairs),
     )
 
@@ -232,15 +230,6 @@ def _tokens_per_step(runs: list[Run]) -> float:
         return 1.0
     emitted = sum(call.num_tokens - len(call.rows) for call in calls)
     return _ratio(emitted, sum(call.forwards - 1 for call in calls))
-
-
-def _outside_forward(runs: list[Run]) -> float | None:
-    """Return the share of the time after the prefill that is spent outside forwards."""
-    calls = [(call, call.stats) for run in runs for call in run.calls if call.stats is not None]
-    if not calls:
-        return None
-    loop = sum(call.seconds * 1000 - stats.prefill_ms for call, stats in calls)
-    return 1 - _ratio(sum(stats.forward_ms for _, stats in calls), loop)
 
 
 def _ratio(numerator: float, denominator: float) -> float:

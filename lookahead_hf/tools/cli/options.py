@@ -56,8 +56,7 @@ def _config(context: Any, option: Any, value: str | None) -> SpeculativeConfig:
     if value is None or value in STRATEGIES:
         return SpeculativeConfig.resolve(value or True) or SpeculativeConfig()
     try:
-        is_json = value.lstrip().startswith("{")
-        text = value if is_json else Path(value).read_text(encoding="utf-8")
+        text = value if value.lstrip().startswith("{") else Path(value).read_text(encoding="utf-8")
         return SpeculativeConfig.from_dict(json.loads(text))
     except (OSError, ValueError) as error:
         known = f"it takes JSON, a file with JSON, or one of {', '.join(STRATEGIES)}"
@@ -71,15 +70,13 @@ CONFIG = click.option(
     help="a preset, or fields of a SpeculativeConfig",
 )
 
-POOL = click.option("--pool", type=FILE, help="draft from this pool too; see `pool build`")
-
 BATCH_SIZE = click.option(
     "--batch-size", type=POSITIVE, default=1, show_default=True, help="prompts per call"
 )
 
 DRAFTING = _all_of(
     CONFIG,
-    POOL,
+    click.option("--pool", type=FILE, help="draft from this pool too; see `pool build`"),
     click.option("--prediction", type=FILE, help="a text like the expected answer"),
     click.option("--assistant", metavar="MODEL", help="a small model that drafts too"),
 )
@@ -106,10 +103,12 @@ SAMPLING = _all_of(
 
 
 def dtype_option(**settings: Any) -> Callable[[Run], Run]:
+    """Return the option `--dtype`; `settings` are those of `click.option`."""
     return click.option("--dtype", type=DTYPES, show_default=True, **settings)
 
 
 def model_options(new_tokens: int) -> Callable[[Run], Run]:
+    """Return options of commands that load a model and write texts of so many tokens."""
     return _all_of(
         click.option("--model", help="a folder or a hub name (default: SmolLM2-135M-Instruct)"),
         click.option("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)"),
@@ -132,6 +131,7 @@ def generation_options(new_tokens: int = 256) -> Callable[[Run], Run]:
 
 
 def generation_arguments(arguments: SimpleNamespace) -> dict[str, Any]:
+    """Return the arguments of `generate` that a command's options ask for."""
     temperature, top_p = arguments.temperature, arguments.top_p
     chosen: dict[str, Any] = {"max_new_tokens": arguments.new_tokens, "do_sample": False}
     if temperature == 0 or temperature is top_p is None:

@@ -20,6 +20,7 @@ FAILED = "the server failed at this request: its log says why"
 
 
 def as_json(value: Any) -> bytes:
+    """Return a value as JSON without spaces, in UTF-8."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 

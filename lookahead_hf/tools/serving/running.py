@@ -29,14 +29,12 @@ from lookahead_hf.tools.serving.fields import (
     USUAL,
     Limits,
     ServedRequest,
-    allowed,
     current,
 )
 from lookahead_hf.tools.serving.schemas import check_media, grammar_of
 from lookahead_hf.verification import noise
 
-STOP_SECONDS = 10.0
-"""The longest wait for the thread of a queue, which ends within a step."""
+STOP_SECONDS = 10.0  # The longest wait for the thread of a queue, which ends within a step
 
 _OF_SERVER = (
     *("max_new_tokens", "eos_token_id", "use_cache", "cache_implementation"),
@@ -44,8 +42,7 @@ _OF_SERVER = (
 )
 """Settings that a text in a queue does not have, or gets in another way."""
 
-_OWN_ERRORS = ("ValueError", "SpeculationFallbackError")
-"""Errors of a request's own settings."""
+_OWN_ERRORS = ("ValueError", "SpeculationFallbackError")  # Errors of a request's own settings
 
 _logger = logging.getLogger(__name__)
 
@@ -55,16 +52,8 @@ def add_to_call(
 ) -> dict[str, list[Any]]:
     """Return the processors and criteria of a request by the names of `generate`'s arguments.
 
-    Args:
-        request: The request.
-        config: The settings of its text; a default length is lowered to the room there is.
-        num_prompt: Tokens of its prompt.
-        model: The model.
-        tokenizer: Its tokenizer, or the processor that has it.
-        limits: What is granted to a request.
-
-    Raises:
-        ValueError: There is no room for its text.
+    A default length in `config`, the settings of its text, is lowered to the room that there is
+    behind the tokens of its prompt; ValueError if there is none.
     """
     _fit(request, config, num_prompt, model, limits)
     num_prompt = 1 if model.config.is_encoder_decoder else num_prompt
@@ -99,13 +88,9 @@ def _fit(request: ServedRequest, config: Any, num_prompt: int, model: Any, limit
 
 
 class Running:
-    """Runs the requests for a server's model.
+    """Runs the requests for a server's model, together or one by one.
 
-    Args:
-        state: The server's `GenerationState`, which gets other methods.
-        config: How to speculate by default.
-        limits: What is granted to a request.
-        together: Whether requests are decoded together.
+    It gives the server's `GenerationState` other methods.
 
     Attributes:
         tokenizer: The model's tokenizer, or the processor that has it.
@@ -135,10 +120,7 @@ class Running:
         return Together(self) if use_cb else Alone(self, self._thread)
 
     def uses_queue(self, model: Any, modality: Any) -> bool:
-        """Return whether the current request is decoded beside others.
-
-        transformers' own manager never starts.
-        """
+        """Return whether the current request is decoded beside others, by our queue alone."""
         request = current.get() or ServedRequest()
         is_alone = request.is_alone or request.speculative not in (None, self.config)
         if self._together and not is_alone and modality.name == "LLM":
@@ -171,10 +153,7 @@ class Running:
     def compiling(
         self, request: ServedRequest, prompt: Any, work: Callable[[], object]
     ) -> Future[Any] | None:
-        """Compile the grammar that a request needs, beside the decoding, and go on with it.
-
-        Returns None if it needs none.
-        """
+        """Compile a request's grammar beside the decoding, then go on; None if it needs none."""
         if request.schema is None and request.tools is None:
             return None
 
@@ -207,13 +186,6 @@ class Alone(GenerateManager):
         self._prompt = inputs["input_ids"]
         return super().generate_streaming(model, processor, inputs, *args, **kwargs)
 
-    async def generate_non_streaming(
-        self, model: Any, processor: Any, inputs: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Return a whole text."""
-        self._prompt = inputs["input_ids"]
-        return await super().generate_non_streaming(model, processor, inputs, *args, **kwargs)
-
     def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function in the thread, which can end, unlike transformers' own."""
         run = contextvars.copy_context().run
@@ -224,7 +196,7 @@ class Alone(GenerateManager):
     async def async_submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function in the thread, and wait for what it returns."""
         request = current.get() or ServedRequest()
-        ready = self._running.compiling(request, self._prompt, lambda: None)
+        ready = self._running.compiling(request, kwargs.get("input_ids"), lambda: None)
         if ready is not None:
             await asyncio.wrap_future(ready)
         run = contextvars.copy_context().run
@@ -244,13 +216,7 @@ class Together(CBGenerateManager):
 
 
 class Adding:
-    """The queue as transformers' server sees it for the current request.
-
-    Args:
-        running: Has the queue.
-        model: The model.
-        config: The settings of the request's text.
-    """
+    """The queue as transformers' server sees it for the current request, with its settings."""
 
     def __init__(self, running: Running, model: Any, config: Any) -> None:
         assert running.queue is not None
@@ -333,12 +299,7 @@ class Cancelled(Exception):
 class ServedGenerate:
     """Replaces `generate` of a served model, and applies the fields of the current request.
 
-    Args:
-        model: The model, which gets enabled.
-        tokenizer: Its tokenizer, or the processor that has it.
-        config: How to speculate by default.
-        count: Counts the statistics of a call.
-        limits: What is granted to a request.
+    The model gets enabled. `count` is called with the statistics of each call.
     """
 
     def __init__(
@@ -370,7 +331,9 @@ class ServedGenerate:
             )
         try:
             self._apply(request, kwargs, config)
-            kwargs["speculative"] = self._speculative(request, config)
+            of_model = getattr(self._model.generation_config, "speculative", None)
+            given = (request.speculative, of_model, self._config)
+            kwargs["speculative"] = next(each for each in given if each is not None)
             with noise.drawing(self._model.device, request.seed):
                 output = self._generate(*args, **kwargs)
         except Cancelled:
@@ -396,19 +359,6 @@ class ServedGenerate:
         added = add_to_call(request, config, num_prompt, model, tokenizer, self._limits)
         for name, own in added.items():
             kwargs[name] = [*(kwargs.get(name) or ()), *own]
-
-    def _speculative(self, request: ServedRequest, config: Any) -> Any:
-        """Return how to speculate: as the request says, else the model, else the server.
-
-        A client can send a generation config of its own, which must not open files either.
-        """
-        if request.speculative is not None:
-            return request.speculative
-        asked = getattr(config, "speculative", None)
-        of_model = getattr(self._model.generation_config, "speculative", None)
-        if asked is not None and asked != of_model:
-            return allowed(asked, self._config)
-        return self._config if of_model is None else of_model
 
 
 def _takes_streamer(model: Any, config: Any) -> bool:

@@ -17,20 +17,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import torch
+
 from lookahead_hf.tools.serving.fields import ServedRequest, shown
 
 
 def take_tools(body: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the tools of which the answer has to call one.
+    """Return the tools of which an answer has to call one: their parameters' schemas by name.
 
-    Args:
-        body: The request, whose `tool_choice` transformers' server ignores.
-
-    Returns:
-        The JSON schema of each tool's parameters, by name; None if the answer need not call any.
-
-    Raises:
-        ValueError: `tool_choice` is not understood, or names a tool that the request lacks.
+    None if it need not call any. transformers' server ignores `tool_choice`. ValueError if that is
+    not understood, or names a tool that the request lacks.
     """
     choice = body.get("tool_choice")
     if choice in (None, "auto", "none"):
@@ -97,27 +93,18 @@ def calling(
 ) -> dict[str, Any]:
     """Return the task to compile a grammar of answers that call a tool, after any reasoning.
 
-    Args:
-        tools: The JSON schema of each tool's parameters, by name.
-        template: How the server finds the call.
-        tokenizer: The model's tokenizer, or the processor that has it.
-        prompt: The tokens of the prompt, [length] or [1, length].
+    `tools` has the JSON schema of each tool's parameters by name; `template` says how the server
+    finds the call; `prompt` are tokens, [length] or [1, length].
     """
     thinking = template["fields"].get("reasoning_content", {})
     begins = isinstance(thinking.get("open"), str) and isinstance(thinking.get("close"), str)
-    text = tokenizer.decode(_last(prompt))
+    text = tokenizer.decode(torch.as_tensor(prompt).flatten()[-16:])
     return {
         "tools": dict(tools),
         "markers": _markers(template["fields"]["tool_calls"]) or ("", "\n"),
         "thinking": [thinking["open"], thinking["close"]] if begins else None,
         "thinks": begins and text.rstrip().endswith(thinking["open"].rstrip()),
     }
-
-
-def _last(prompt: Any) -> list[int]:
-    ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    ids = ids[0] if ids and isinstance(ids[0], list) else ids
-    return list(ids[-16:])
 
 
 def _markers(field: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -138,14 +125,8 @@ _TEXT = ("input_ids", "attention_mask", "token_type_ids")
 def take_schema(body: dict[str, Any]) -> str | None:
     """Take the answer's format, which transformers' server ignores, out of a request's body.
 
-    Args:
-        body: The request, which loses `response_format`, or `format` of the Responses API's `text`.
-
-    Returns:
-        The text of a JSON schema, None for any text.
-
-    Raises:
-        ValueError: A schema is missing.
+    The body loses `response_format`, or `format` of the Responses API's `text`. Returns the text of
+    a JSON schema, None for any text; ValueError if a schema is missing.
     """
     text = body.get("text") or {}
     of_text = text.pop("format", None)
@@ -163,16 +144,10 @@ def take_schema(body: dict[str, Any]) -> str | None:
 
 
 def grammar_of(request: ServedRequest, prompt: Any, tokenizer: Any, seconds: float) -> Any:
-    """Return the logits processor of a request's schema or tools.
+    """Return the logits processor of a request's schema or tools, None if nobody waits for it.
 
-    Args:
-        request: The request.
-        prompt: The tokens of the prompt, [length] or [1, length].
-        tokenizer: The model's tokenizer, or the processor that has it.
-        seconds: The longest time to compile.
-
-    Raises:
-        ValueError: A schema cannot be compiled, or not in time, or xgrammar is not installed.
+    `prompt` are tokens, [length] or [1, length]. ValueError if a schema cannot be compiled, or not
+    in so many seconds, or xgrammar is not installed.
     """
     try:
         from lookahead_hf import structured
@@ -185,9 +160,11 @@ def grammar_of(request: ServedRequest, prompt: Any, tokenizer: Any, seconds: flo
         task = calling(request.tools, request.template, tokenizer, prompt)
     try:
         told = structured.vocabulary(tokenizer)
-        trials.run(told, task, lambda: request.is_cancelled, seconds)
+        is_safe = trials.run(told, task, lambda: request.is_cancelled, seconds)
     except ValueError as error:
         raise ValueError(f"{what} cannot be compiled: {error}") from error
+    if not is_safe:
+        return None
     return structured.compiled(what, task, tokenizer, compile_task)
 
 
@@ -198,17 +175,10 @@ def check_media(request: ServedRequest, given: Mapping[str, Any]) -> None:
         raise ValueError(f"{request.media}: this model reads text alone, so leave that part out")
 
 
-MOST_BYTES = 1 << 28
-"""The largest compiled grammar."""
-
-START_SECONDS = 60.0
-"""The longest start of the process, which imports xgrammar."""
-
-POLL_SECONDS = 0.05
-"""Time between two looks at whether the client has gone."""
-
-MOST_KEPT = 256
-"""How many tasks that were compiled in time are remembered."""
+MOST_BYTES = 1 << 28  # The largest compiled grammar
+START_SECONDS = 60.0  # The longest start of the process, which imports xgrammar
+POLL_SECONDS = 0.05  # Time between two looks at whether the client has gone
+MOST_KEPT = 256  # How many tasks that were compiled in time are remembered
 
 
 class Trials:
@@ -221,52 +191,45 @@ class Trials:
         self._passed: dict[str, None] = {}
 
     def run(
-        self,
-        vocabulary: str,
-        task: Mapping[str, Any],
-        is_over: Callable[[], bool],
-        seconds: float,
-    ) -> None:
-        """Return once a task was compiled, by this or an earlier call, or nobody waits for it.
+        self, vocabulary: str, task: Mapping[str, Any], is_over: Callable[[], bool], seconds: float
+    ) -> bool:
+        """Return whether a task was compiled, by this or an earlier call; not if nobody waits.
 
-        Args:
-            vocabulary: xgrammar's description of the tokenizer.
-            task: What `compile_task` takes.
-            is_over: Returns whether nobody waits any more.
-            seconds: The longest time to compile.
-
-        Raises:
-            ValueError: Compiling takes too long, or too much memory.
+        `vocabulary` is xgrammar's description of the tokenizer, `task` what `compile_task` takes.
+        ValueError if compiling takes longer than so many seconds, or too much memory.
         """
         name = json.dumps(task)
         with self._lock:
             if vocabulary != self._vocabulary:
                 self._end()
                 self._passed, self._vocabulary = {}, vocabulary
-            if name in self._passed or is_over():
-                return
-            if self._process is None:
+            if name in self._passed:
+                return True
+            if self._process is None and not is_over():
                 self._start()
-                self._ask(vocabulary, is_over, START_SECONDS)
+                # The next task needs it, too, so that it starts whoever leaves.
+                self._ask(vocabulary, lambda: False, START_SECONDS)
             if is_over():
-                return
+                return False
             failure = self._ask(task, is_over, seconds)
             if failure is not None:
                 raise ValueError(failure)
             self._passed[name] = None
             if len(self._passed) > MOST_KEPT:
                 del self._passed[next(iter(self._passed))]
+        return True
 
     def end(self) -> None:
-        """End the process; the next task starts another one."""
+        """End the process, whatever it does; the next task starts another one."""
+        self.kill()
         with self._lock:
             self._end()
             self._vocabulary = None
 
     def kill(self) -> None:
         """Kill the process without waiting for it, as a handler of a signal may."""
-        if self._process is not None:
-            self._process.kill()
+        if (process := self._process) is not None:
+            process.kill()
 
     def _end(self) -> None:
         process, self._process = self._process, None
@@ -312,8 +275,7 @@ class Trials:
         return answers[0] if answers else f"that takes longer than {seconds:g} seconds"
 
 
-trials = Trials()
-"""The process of all servers of this process."""
+trials = Trials()  # The process of all servers of this process
 
 
 def compile_task(compiler: Any, task: Mapping[str, Any]) -> Any:

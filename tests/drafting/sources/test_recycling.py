@@ -17,8 +17,7 @@ from lookahead_hf.drafting.sources._recycling_numba import NEXT_START, NUM_BUCKE
 from lookahead_hf.drafting.sources.recycling import MANY_ROWS, RecyclingDrafter
 from lookahead_hf.ngram_pool.logits_memory import LogitsMemory, find
 from lookahead_hf.rows import Rows
-from tests.helpers.drafts import emit, rows_of
-from tests.oracles import recycling as reference
+from tests.helpers.drafts import assert_ordered, emit, paths, rows_of
 
 # `find` is called from compiled functions only, with other types than the ones here.
 pytestmark = pytest.mark.usefixtures("compiles")
@@ -118,7 +117,7 @@ def test_logits_on_their_way_and_at_hand_teach_the_same() -> None:
     top_k=st.integers(1, 4),
     num_next=st.integers(1, 6),
 )
-def test_compiled_and_plain_growth_agree(
+def test_trees_grow_by_what_is_known_of_the_last_tokens(
     seed: int, max_nodes: int, top_k: int, num_next: int
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -134,13 +133,21 @@ def test_compiled_and_plain_growth_agree(
     )  # fmt: skip
     others = np.array([rng.permutation(6)[:num_next] for _ in range(2)]).astype(np.int32)
     others[:, rng.integers(0, num_next + 1) :] = -1
-    arguments = (
-        memory.keys, memory.tokens, memory.probs, rng.integers(0, 6, (2, 2)),
+    contexts, live = rng.integers(0, 6, (2, 2)), rng.random(2) < 0.8
+    *fields, offsets, buckets = compiled.grow_trees(
+        memory.keys, memory.tokens, memory.probs, contexts,
         others, rng.choice([0.0, 0.04, 0.3], others.shape).astype(np.float32),
-        rng.random(2) < 0.8, rng.choice([0.0, 0.2, 0.5], NUM_BUCKETS).astype(np.float32),
-        max_nodes, 1e-4,
+        live, rng.choice([0.0, 0.2, 0.5], NUM_BUCKETS).astype(np.float32), max_nodes, 1e-4,
     )  # fmt: skip
-    for one, other in zip(
-        compiled.grow_trees(*arguments), reference.grow_trees(*arguments), strict=True
-    ):
-        np.testing.assert_array_equal(one, other)
+    tree = DraftTree(*fields)
+    assert_ordered(tree, max_nodes)
+    assert {*np.diff(offsets).tolist()} <= {1, 2} and offsets[-1] == len(buckets)
+    for row, context in enumerate(contexts.tolist()):
+        grown = paths(tree, row)
+        assert live[row] or not grown
+        for path in grown:
+            before, last = [*context, *path[:-1]][-2:]
+            entries = find(memory.keys, before, last), find(memory.keys, -1, last)
+            entry = entries[0] if entries[0] >= 0 else entries[1]
+            known = {*memory.tokens[entry].tolist()} if entry >= 0 else set()
+            assert path[-1] in known or path[-1:] == path and path[0] in others[row]

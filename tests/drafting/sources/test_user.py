@@ -189,34 +189,26 @@ def test_what_is_shown_to_a_drafter_may_be_written_into(rows: int, do_sample: bo
     assert stats.per_source["own"].drafted > 0
 
 
-def test_tokens_that_the_target_does_not_have_are_left_out(model: Any) -> None:
+def as_lists(token: int) -> DraftTree:
+    return DraftTree([0, 1], [token], [-1], [1], [1.0], Evidence([0, 1], [0], [0]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda token: tree([-5, VOCAB, 10**12, token], [-1, -1, -1, -1]),
+        as_lists,
+        lambda token: tree(np.array([token], np.uint8), torch.tensor([-1])),
+    ],
+    ids=["beside tokens that the target does not have", "lists", "other integers"],
+)
+def test_what_can_be_used_is_used(model: Any, made: Callable[[int], DraftTree]) -> None:
     plain = text(model, do_sample=False)
     right = plain[0][12:]
-
-    def propose(rows: Rows, max_nodes: int) -> DraftTree:
-        token = right[int(rows.num_emitted[0])]
-        return tree([-5, VOCAB, 10**12, token], [-1, -1, -1, -1])
-
-    assert text(model, Own(propose), do_sample=False) == plain
+    own = Own(lambda rows, max_nodes: made(right[int(rows.num_emitted[0])]))
+    assert text(model, own, do_sample=False) == plain
     stats = speculated(model)
     assert stats.num_accepted == stats.num_drafted
-
-
-def test_lists_and_arrays_of_other_integers_will_do(model: Any) -> None:
-    plain = text(model, do_sample=False)
-    right = plain[0][12:]
-
-    def as_lists(rows: Rows, max_nodes: int) -> DraftTree:
-        token = right[int(rows.num_emitted[0])]
-        return DraftTree([0, 1], [token], [-1], [1], [1.0], Evidence([0, 1], [0], [0]))  # type: ignore[arg-type]
-
-    def as_bytes(rows: Rows, max_nodes: int) -> DraftTree:
-        token = right[int(rows.num_emitted[0])]
-        return tree(np.array([token], np.uint8), torch.tensor([-1]))
-
-    for propose in (as_lists, as_bytes):
-        assert text(model, Own(propose), do_sample=False) == plain
-        speculated(model)
 
 
 def failing(attribute: str) -> Any:

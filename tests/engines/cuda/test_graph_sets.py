@@ -18,14 +18,7 @@ from tests.helpers.compared import speculated
 from tests.helpers.compiled import in_threads
 from tests.helpers.device import TapeRecorder
 from tests.helpers.models import prompt
-from tests.helpers.replayed import (
-    WIDTHS,
-    Switch,
-    compare,
-    sets_of,
-    small,
-    streamed,
-)
+from tests.helpers.replayed import WIDTHS, Switch, compare, sets_of, small, streamed
 
 
 def test_later_calls_move_into_the_same_graphs(made: list[TapeRecorder]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 from transformers import LogitsProcessorList
 
 import lookahead_hf
-from lookahead_hf import kernels
 from lookahead_hf.block.block import is_read
 from lookahead_hf.call.execution import REPLAYED, WAITS
 from lookahead_hf.draft import DraftTree
@@ -29,30 +27,18 @@ from lookahead_hf.runner import attention
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.prefill import start
 from tests.helpers.calls import GREEDY, padded
-from tests.helpers.compared import compared
 from tests.helpers.device import TapeRecorder, storages, taped
 from tests.helpers.fakes import Recorder
 from tests.helpers.models import NAMES, prompt, tiny
-from tests.helpers.replayed import (
-    WIDTHS,
-    Switch,
-    compare,
-    compare_calls,
-    sets_of,
-    small,
-    streamed,
-)
-from tests.helpers.scripted import RandomTrees
+from tests.helpers.replayed import WIDTHS, compare, compare_calls, sets_of
 from tests.helpers.trees import by_words
 from tests.helpers.users_parts import Unknown
 
-SAMPLE = ("llama", "gemma3", "mixtral")
-"""Architectures that are also tried where time is short."""
+SAMPLE = ("llama", "gemma3", "mixtral")  # Architectures that are also tried where time is short
 
 
 @pytest.mark.parametrize(
-    "name",
-    [n if n in SAMPLE else pytest.param(n, marks=pytest.mark.slow) for n in NAMES],
+    "name", [n if n in SAMPLE else pytest.param(n, marks=pytest.mark.slow) for n in NAMES]
 )
 def test_replayed_steps_write_plains_text(name: str, made: list[TapeRecorder]) -> None:
     stats = compare(tiny(name), padded("holes"))
@@ -163,42 +149,6 @@ def test_longer_texts_show_more_slots(
     assert {visible for _, visible, _ in kept.recordings} == {32, 64, 128}
 
 
-def test_widths_that_nobody_asks_for_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the widths of a GPU, for which each first call would wait."""
-    sizes, asked = CudaRunner._sizes, set()
-
-    def noted(runner: CudaRunner, draft: DraftTree) -> tuple[int, int]:
-        width, visible = sizes(runner, draft)
-        asked.add(width)
-        return width, visible
-
-    monkeypatch.setattr(CudaRunner, "_sizes", noted)
-    model, call = lookahead_hf.enable(small()), {**GREEDY, **padded("left")}
-    with taped(monkeypatch):
-        compared(
-            *(model, lambda: dict(call), call["input_ids"].shape[1], RandomTrees(depth=4)),
-            cuda_graphs=True,
-        )
-    (kept,) = graphs.graphs_of(model).sets
-    assert {width for width, _, _ in kept.recordings} == asked
-    assert len(asked) > 1 and max(asked) <= 16 < max(graphs.WIDTHS)
-
-
-def test_steps_of_one_token_move_nothing(
-    made: list[TapeRecorder], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compact, widths = kernels.compact_path, set()
-
-    def noted(table: Any, lengths: Any, path: torch.Tensor, num_kept: Any) -> None:
-        widths.add(path.shape[1])
-        compact(table, lengths, path, num_kept)
-
-    monkeypatch.setattr(kernels, "compact_path", noted)
-    compare(model := small(), padded("left"))
-    (kept,) = graphs.graphs_of(model).sets
-    assert {width for width, _, _ in kept.recordings} - widths == {1}
-
-
 def test_steps_that_capture_tell_nothing_about_costs(
     made: list[TapeRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,31 +166,6 @@ def test_steps_that_capture_tell_nothing_about_costs(
     compare(tiny("mistral"), padded("left"), max_new_tokens=70)
     assert {*counted} == {(True, False), (False, True)}
     assert counted.count((True, False)) > 1  # in mid-text, too
-
-
-def test_steps_that_are_run_again_tell_nothing_about_costs(
-    made: list[TapeRecorder], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A step is replayed, and run since the model has changed: its time is that of both."""
-    twice, counted = [], []
-    run, observe = CudaRunner._replay_or_run, DraftSession.observe
-
-    def noted(runner: CudaRunner, recording: Any, *sizes: int) -> Any:
-        outputs = run(runner, recording, *sizes)
-        twice.append(recording is not None and not runner._replays)
-        return outputs
-
-    def observed(drafts: DraftSession, *args: Any) -> None:
-        counted.append((twice[-1], args[-1] is not None))
-        observe(drafts, *args)
-
-    monkeypatch.setattr(CudaRunner, "_replay_or_run", noted)
-    monkeypatch.setattr(DraftSession, "observe", observed)
-    model = small()
-    attention = model.model.layers[1].self_attn
-    streamed(model, True, Switch({20: partial(setattr, attention, "scaling", -1.0)}))
-    assert {is_timed for again, is_timed in counted if again} == {False}
-    assert counted[-1] == (False, True)
 
 
 @pytest.mark.parametrize(("experts", "said"), [("eager", WAITS), ("batched_mm", REPLAYED)])

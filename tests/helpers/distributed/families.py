@@ -13,8 +13,7 @@ from tests.helpers.models import tiny
 
 NAMES = ("qwen3", "gemma3", "mixtral", "mistral", "phi3")
 
-NEW = (12, 28)
-"""New tokens in either process where each has rows of its own."""
+NEW = (12, 28)  # New tokens in either process where each has rows of its own
 
 
 def save(folder: Path) -> None:

@@ -21,15 +21,13 @@ from lookahead_hf.ngram_pool import compilation
 from tests.helpers.caches import CACHE
 from tests.helpers.models import VOCAB, left_padded, prompt
 
-SECONDS = 400
-"""After that processes count as waiting for each other."""
+SECONDS = 400  # After that processes count as waiting for each other
 
 SETTINGS: dict[str, Any] = {"max_new_tokens": 28, "pad_token_id": 0, "do_sample": False}
 SAMPLED: dict[str, Any] = {**SETTINGS, "do_sample": True, "temperature": 0.3}
 BUDGET = {"budget": 8}
 
-Found = dict[str, Any]
-"""What the calls of one process returned, by name."""
+Found = dict[str, Any]  # What the calls of one process returned, by name
 
 
 Work = Callable[[int, Path], Found]

@@ -25,8 +25,7 @@ from tests.helpers.distributed.ranks import (
 from tests.helpers.distributed.tensor_parallel import Fails, KnownCosts
 from tests.helpers.models import tiny
 
-NEW = (16, 28)
-"""New tokens in either process."""
+NEW = (16, 28)  # New tokens in either process
 
 
 def calls(rank: int, folder: Path) -> Found:

@@ -22,7 +22,7 @@ from tests.helpers.tiny_chat import save_tiny_chat
 
 ROOT = Path(__file__).parents[3]
 COMMANDS = ("demo", "generate", "trace", "bench", "pool", "env")
-ACTIONS = ("pool build", "pool info", "pool merge", "pool check")
+ACTIONS = ("pool build", "pool info", "pool merge")
 
 FILES = {
     "text.txt": "hello",
@@ -63,7 +63,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 BUILD = "pool build --tokenizer ./model "
 TABLE = [
     ("sing", 2, "demo|generate|trace|serve|analyze|bench|pool|compile|env"),
-    ("pool", 2, "build|info|merge|check"),
+    ("pool", 2, "build|info|merge"),
     ("bench --rounds 0", 2, "x>=1"),
     ("generate --top-p 2 Hello", 2, "0<x<=1"),
     ("generate --config fast Hello", 2, "or one of default, prompt_lookup"),
@@ -85,7 +85,7 @@ TABLE = [
     ("analyze role.jsonl", 1, "neither a text `prompt`"),
     (f"{BUILD} nothing.txt", 1, "No such file or directory: 'nothing.txt'"),
     ("pool build --tokenizer . text.txt", 1, "--tokenizer . could not be loaded"),
-    (f"{BUILD} text.txt --output nowhere/c", 1, "nowhere"),
+    (f"{BUILD} text.txt --output nowhere/c", 2, "there is no folder nowhere"),
     (f"{BUILD} bytes", 1, "bytes is not a text in UTF-8"),
     (f"{BUILD} content.jsonl", 1, "line 1: no text 'text'"),
     (f"{BUILD} five.jsonl", 1, "line 1: no text 'text'"),

@@ -141,11 +141,8 @@ def _first_at_least(columns, length, least):
     return begin
 
 
-MIXED = 4
-"""Vectors of a value that are summed side by side."""
-
-QUERIES = 4 if LANES == 16 else 2
-"""Queries whose values are summed side by side."""
+MIXED = 4  # Vectors of a value that are summed side by side
+QUERIES = 4 if LANES == 16 else 2  # Queries whose values are summed side by side
 
 _mix_queries, _mix_one = mix(QUERIES, MIXED), mix(1, MIXED)
 _mix_vector, _mix_rest = mix(1, 1), mix(1, 1, is_partial=True)

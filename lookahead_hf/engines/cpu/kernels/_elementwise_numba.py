@@ -11,13 +11,7 @@ from lookahead_hf.engines.cpu.kernels._vectors_numba import (
     sum_of_squares,
 )
 from lookahead_hf.engines.cpu.kernels.fields import LAYER_NORM, RMS, RMS_FROM_ONE, SILU
-from lookahead_hf.engines.cpu.kernels.llvm import (
-    narrow,
-    numbers,
-    power_of_two,
-    wide,
-    width_of,
-)
+from lookahead_hf.engines.cpu.kernels.llvm import narrow, numbers, power_of_two, wide, width_of
 from lookahead_hf.ngram_pool.jit import jit_inner_numbers, jit_numbers
 
 # mypy: disable-error-code="no-untyped-def"
@@ -137,8 +131,7 @@ def rotate(source, target, cos, sin, dim, rotated, is_wide, kind, room):
         out[i] = x[i]
 
 
-AT_A_TIME = 1024
-"""Scores that stay in a core's first cache while they are compared."""
+AT_A_TIME = 1024  # Scores that stay in a core's first cache while they are compared
 
 
 @jit_numbers

@@ -87,8 +87,7 @@ from lookahead_hf.engines.cpu.kernels.llvm import (
 from lookahead_hf.engines.cpu.kernels.tiles import configure, release_tiles
 from lookahead_hf.ngram_pool.jit import EntryPoint, jit_inner_numbers
 
-_PATIENCE = 2_000
-"""Looks at a counter after which a waiting thread yields its core."""
+_PATIENCE = 2_000  # Looks at a counter after which a waiting thread yields its core
 
 _SINGLE, _NOTHING = np.float32(0.0), np.float32(0.0)
 _ONE = np.float32(1.0)

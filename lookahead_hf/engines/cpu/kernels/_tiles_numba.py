@@ -55,15 +55,13 @@ from lookahead_hf.engines.cpu.kernels.tiles import (
 )
 from lookahead_hf.ngram_pool.jit import jit_inner_numbers
 
-BLOCKS = 4
-"""Most blocks of up to 16 tokens that a tile of rows is multiplied by at a time."""
+BLOCKS = 4  # Most blocks of up to 16 tokens that a tile of rows is multiplied by at a time
 
 CHUNK = 20 * 1024
 """Bytes of packed tokens that stay in a core's first cache while rows pass by. Tokens from the
 second cache are not free: they compete with the weight on its way from memory."""
 
-GROUP = 64
-"""Most rows that pass by one chunk of tokens, whose sums are kept meanwhile."""
+GROUP = 64  # Most rows that pass by one chunk of tokens, whose sums are kept meanwhile
 
 SUMS_AT = STATE + TILE_BYTES
 """Where sums are in a thread's room: behind its state and a tile for the end of rows."""
@@ -192,8 +190,7 @@ def product_by_tiles(w, length, rows, size, x, tokens, out, stride, room, after,
             start += some
 
 
-MIXED = 4
-"""Tiles of a value that are summed side by side."""
+MIXED = 4  # Tiles of a value that are summed side by side
 
 _mix_all, _mix_one = mix_tiles(MIXED), mix_tiles(1)
 _add_all, _add_one, _add_rest = add_like_tiles(MIXED), add_like_tiles(1), add_like_tiles(1, True)

@@ -52,8 +52,7 @@ from lookahead_hf.engines.cpu.kernels.llvm import (
 )
 from lookahead_hf.ngram_pool.jit import jit_inner_numbers
 
-ROWS = 4 if LANES == 16 else 2
-"""Rows of a weight that are multiplied side by side."""
+ROWS = 4 if LANES == 16 else 2  # Rows of a weight that are multiplied side by side
 
 
 def uses_pairs(kind: Any) -> bool:
@@ -304,14 +303,12 @@ def _larger(builder: Any, total: Any, numbers: Any) -> Any:
     return builder.select(builder.fcmp_ordered(">", numbers, total), numbers, total)
 
 
-sum_of = _reduced(_plus, 0.0, _plus)
-"""Add up numbers: `sum_of(address, count, kind)`."""
+sum_of = _reduced(_plus, 0.0, _plus)  # Add up numbers: `sum_of(address, count, kind)`
 
 sum_of_squares = _reduced(_plus_square, 0.0, _plus)
 """Add up the squares of numbers: `sum_of_squares(address, count, kind)`."""
 
-num_nan = _reduced(_plus_nan, 0.0, _plus)
-"""Count NaN: `num_nan(address, count, kind)`."""
+num_nan = _reduced(_plus_nan, 0.0, _plus)  # Count NaN: `num_nan(address, count, kind)`
 
 largest_of = _reduced(_larger, float("-inf"), _larger)
 """Find the largest number, NaN left out: `largest_of(address, count, kind)`."""

@@ -48,8 +48,7 @@ import numpy as np
     OP_FIELDS,
 ) = range(22)
 
-NORM, LINEAR, GATED, ROTATE, ATTEND = range(5)
-"""Kinds of operations."""
+NORM, LINEAR, GATED, ROTATE, ATTEND = range(5)  # Kinds of operations
 
 STORE, ADD, TO_SLOTS = range(3)
 """Modes: write the target, add to it, or write the rows of a cache that the plan names."""
@@ -58,8 +57,7 @@ RMS, RMS_WEIGHTED_WIDE, RMS_FROM_ONE, LAYER_NORM = range(4)
 """Norms: Llama's; OLMo's, which multiplies before it rounds; Gemma's, whose weight counts from one;
 and the one that also takes the mean away."""
 
-NO_ACTIVATION, SILU, GELU_TANH = range(3)
-"""Activations."""
+NO_ACTIVATION, SILU, GELU_TANH = range(3)  # Activations
 
 # A plan: what the layers that take the same mask share.
 (
@@ -79,11 +77,8 @@ SIDE_BY_SIDE = 6
 """Most tokens that a row of a weight is multiplied by at a time: as many sums as stay in registers.
 """
 
-TILE = 16
-"""Rows of a tile; tokens of a tile; pairs of numbers of a tile."""
-
-COUNTER_STRIDE = 8
-"""int64 from one counter to the next, so that each has a line of a cache."""
+TILE = 16  # Rows of a tile; tokens of a tile; pairs of numbers of a tile
+COUNTER_STRIDE = 8  # int64 numbers between counters: a cache line each, against false sharing
 
 
 def bits(number: float) -> int:

@@ -20,8 +20,7 @@ from numba.extending import intrinsic
 # Those that numba compiles for; its settings may leave some of the processor's out.
 _FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
 
-LANES = 16 if "+avx512f" in _FEATURES else 8
-"""Float32 numbers of a vector."""
+LANES = 16 if "+avx512f" in _FEATURES else 8  # Float32 numbers of a vector
 
 HAS_PAIRS = LANES == 16 and "+avx512bf16" in _FEATURES
 """Whether the processor adds up products of pairs of bfloat16 numbers."""
@@ -29,14 +28,12 @@ HAS_PAIRS = LANES == 16 and "+avx512bf16" in _FEATURES
 HAS_TILES = HAS_PAIRS and {"+amx-tile", "+amx-bf16"} <= {*_FEATURES}
 """Whether the processor multiplies tiles of bfloat16 numbers (AMX)."""
 
-LINE = 64
-"""Bytes that memory brings at a time."""
+LINE = 64  # Size of a cache line in bytes
 
 HAS_FLOAT16 = bool({"+f16c", "+neon"} & {*_FEATURES})
 """Whether the processor turns float16 numbers into float32; LLVM would call a function for each."""
 
-BFLOAT16, FLOAT16, FLOAT32 = types.uint16, types.int16, types.float32
-"""The kinds of numbers."""
+BFLOAT16, FLOAT16, FLOAT32 = types.uint16, types.int16, types.float32  # The kinds of numbers
 
 F16, F32 = ir.HalfType(), ir.FloatType()
 I16, I32, I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -61,6 +58,7 @@ def bytes_of(kind: Any) -> int:
 
 
 def int64(number: int) -> Any:
+    """Return an int64 constant of LLVM."""
     return ir.Constant(I64, number)
 
 
@@ -71,10 +69,12 @@ def pointer_at(builder: Any, address: Any, offset: Any, size: int, kind: Any) ->
 
 
 def vector_of(kind: Any, lanes: int = LANES) -> Any:
+    """Return the type of vectors in LLVM."""
     return ir.VectorType(kind, lanes)
 
 
 def declared(builder: Any, result: Any, arguments: list[Any], name: str) -> Any:
+    """Return a function of another library or of LLVM, declared if it is new."""
     return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
 
 
@@ -123,17 +123,20 @@ def load_pairs(builder: Any, address: Any, offset: Any, kind: Any, rest: Any = N
 
 
 def fma(builder: Any, a: Any, b: Any, total: Any) -> Any:
+    """Return `a * b + total` in every lane, rounded once."""
     name = f"llvm.fma.v{total.type.count}f32"
     function = declared(builder, total.type, [total.type] * 3, name)
     return builder.call(function, (a, b, total))
 
 
 def add_pairs(builder: Any, a: Any, b: Any, total: Any) -> Any:
+    """Add to each lane of `total` the two products of a pair of lanes."""
     kinds, name = [total.type, a.type, b.type], "llvm.x86.avx512bf16.dpbf16ps.512"
     return builder.call(declared(builder, total.type, kinds, name), (total, a, b))
 
 
 def shuffle(builder: Any, a: Any, b: Any, places: list[int]) -> Any:
+    """Return the lanes of two vectors, counted one after the other, at these places."""
     return builder.shuffle_vector(a, b, ir.Constant(vector_of(I32, len(places)), places))
 
 

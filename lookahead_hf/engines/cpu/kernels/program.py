@@ -71,11 +71,7 @@ def is_ready(dtype: torch.dtype) -> bool:
 
 
 def functions() -> ModuleType:
-    """Return the module of the compiled functions.
-
-    Raises:
-        NumbaMissingError: numba is missing or cannot be imported.
-    """
+    """Return the module of the compiled functions; NumbaMissingError without numba."""
     with compilation.importing_numba():
         from lookahead_hf.engines.cpu.kernels import _program_numba
     return _program_numba
@@ -227,11 +223,7 @@ def _load_words() -> None:
 
 
 def _load_layers(name: str) -> None:
-    """Load the functions of a dtype, by the name of their group.
-
-    Raises:
-        RuntimeError: The processor cannot convert such numbers.
-    """
+    """Load a dtype's group; RuntimeError if the processor cannot convert such numbers."""
     functions()
     from lookahead_hf.engines.cpu.kernels import _elementwise_numba
     from lookahead_hf.engines.cpu.kernels.llvm import HAS_FLOAT16

@@ -1,4 +1,4 @@
-"""What goes around products of tiles, in vectors of 16 numbers: packing, and attention's weights.
+"""Vector code around products of tiles: packing, and attention's weights.
 
 The sums that vectors add up here have the order of those of tiles.
 """
@@ -79,10 +79,7 @@ def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
 
 @intrinsic
 def store_tile(typing, c, count, out, out_stride, rows):
-    """Write a tile, [16 rows][16 tokens], as `count` tokens of `rows` numbers.
-
-    `out_stride` is the bytes from one token to the next.
-    """
+    """Write a tile, [16 rows][16 tokens], as tokens of `rows` numbers, `out_stride` bytes apart."""
 
     def generate(context, builder, signature, arguments):
         c, count, out, out_stride, rows = arguments

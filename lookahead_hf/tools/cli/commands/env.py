@@ -57,8 +57,7 @@ def ENV(arguments: SimpleNamespace, screen: Screen) -> None:
 
         check_version()
     except (ImportError, Unserved) as error:
-        reason = Unserved(FallbackReason.VERSION, str(error))
-        why = error if isinstance(error, Unserved) else reason
+        why = error if isinstance(error, Unserved) else Unserved(FallbackReason.VERSION, str(error))
         raise CommandError(f"No call is speculated: {why}") from error
 
 
@@ -72,9 +71,7 @@ examples:
 """,
 )
 @dtype_option(
-    multiple=True,
-    default=["bfloat16", "float32"],
-    help="of the models; may be given several times",
+    multiple=True, default=["bfloat16", "float32"], help="of the models; may be given several times"
 )
 def COMPILE(arguments: SimpleNamespace, screen: Screen) -> None:
     """Compile what speculation needs, once per installation.
@@ -100,6 +97,7 @@ def COMPILE(arguments: SimpleNamespace, screen: Screen) -> None:
 
 
 def versions() -> dict[str, str]:
+    """Return the versions of Python, the system and the packages that matter."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
     for package in _PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""`lookahead-hf pool`: build, show, merge and check pools, files of n-grams to draft from."""
+"""`lookahead-hf pool`: build, show and merge pools, files of n-grams to draft from."""
 
 from __future__ import annotations
 
@@ -26,12 +26,18 @@ examples:
   lookahead-hf pool build --tokenizer ./model --field answer answers.jsonl
   lookahead-hf pool info code.safetensors
   lookahead-hf pool merge both.safetensors code.safetensors answers.safetensors
-  lookahead-hf pool check both.safetensors
 
 Drafting from it:
   model.generate(..., speculative=SpeculativeConfig(drafters=("ngram", "recycling", "pool"),
                                                     pool="code.safetensors"))
 """
+
+
+def _in_a_folder(context: click.Context, option: click.Parameter, file: Path) -> Path:
+    """Return the path of a new file whose folder exists, so that no work is lost in the end."""
+    if not file.parent.is_dir():
+        raise click.BadParameter(f"there is no folder {file.parent}: make it first")
+    return file
 
 
 _FILE = click.Path(path_type=Path)
@@ -42,7 +48,12 @@ _FILES = click.argument("files", nargs=-1, required=True, type=_FILE)
 @_FILES
 @click.option("--tokenizer", required=True, help="a folder or a hub name")
 @click.option(
-    "--output", type=_FILE, default="pool.safetensors", show_default=True, help="the new pool"
+    "--output",
+    type=_FILE,
+    callback=_in_a_folder,
+    default="pool.safetensors",
+    show_default=True,
+    help="the new pool",
 )
 @click.option("--field", default="text", show_default=True, help="of each JSON record")
 @click.option(
@@ -96,14 +107,14 @@ def _texts(file: Path, field: str) -> Iterator[str]:
 @command("info", _EXAMPLES)
 @click.argument("file", type=_FILE)
 def _info(arguments: SimpleNamespace, screen: Screen) -> None:
-    """Print what a pool holds."""
+    """Compare the checksum of a pool, and print what it holds."""
     from lookahead_hf.ngram_pool import NgramPool
 
-    _show(NgramPool.load(arguments.file), arguments.file, screen)
+    _show(NgramPool.load(arguments.file, verifies=True), arguments.file, screen)
 
 
 @command("merge", _EXAMPLES)
-@click.argument("output", type=_FILE)
+@click.argument("output", type=_FILE, callback=_in_a_folder)
 @_FILES
 @click.option("--max-tokens", type=int, metavar="N", help="default: room for all of them")
 def _merge(arguments: SimpleNamespace, screen: Screen) -> None:
@@ -117,25 +128,15 @@ def _merge(arguments: SimpleNamespace, screen: Screen) -> None:
     infos = [pool.info for pool in pools]
     most = arguments.max_tokens
     if most is None:
-        held = sum(info.num_tokens + info.num_texts for info in infos)
-        most = max(held, *(info.max_tokens for info in infos))
+        most = max(
+            sum(info.num_tokens + info.num_texts for info in infos),
+            *(info.max_tokens for info in infos),
+        )
     merged = NgramPool(most)  # it takes over what the pools record about their tokenizer
     with screen.task(f"merging {len(pools)} pools"):
         for pool in pools:
             merged.merge(pool)
     _save(merged, arguments.output, screen)
-
-
-@command("check", _EXAMPLES)
-@click.argument("file", type=_FILE)
-def _check(arguments: SimpleNamespace, screen: Screen) -> None:
-    """Read all of a pool and compare its checksum."""
-    from lookahead_hf.ngram_pool import NgramPool
-
-    with screen.task(f"reading {arguments.file}"):
-        NgramPool.load(arguments.file, verifies=True)
-    screen.result({"file": str(arguments.file), "intact": True})
-    screen.line(f"{arguments.file} is intact")
 
 
 def _save(pool: NgramPool, file: Path, screen: Screen) -> None:
@@ -159,9 +160,9 @@ def _show(pool: NgramPool, file: Path, screen: Screen) -> None:
 
 COMMAND = click.Group(
     "pool",
-    commands=[_build, _info, _merge, _check],
-    help="Build, show, merge and check files of n-grams to draft from.",
+    commands=[_build, _info, _merge],
+    help="Build, show and merge files of n-grams to draft from.",
     epilog=as_written(_EXAMPLES),
-    subcommand_metavar="build|info|merge|check [ARGUMENTS]...",
+    subcommand_metavar="build|info|merge [ARGUMENTS]...",
     no_args_is_help=False,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,13 +12,7 @@ import click
 
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.tools.cli.commands.env import machine
-from lookahead_hf.tools.cli.commands.texts import (
-    PROMPTS,
-    Messages,
-    Stage,
-    open_model,
-    open_stage,
-)
+from lookahead_hf.tools.cli.commands.texts import PROMPTS, Messages, Stage, open_model, open_stage
 from lookahead_hf.tools.cli.measuring import (
     OURS,
     PLAIN,
@@ -51,22 +44,9 @@ SETTINGS: Mapping[str, dict[str, Any]] = {
 }
 """The settings that `analyze` compares, as fields of a `SpeculativeConfig`."""
 
-CLEARLY = 1.05
-"""How many times faster another setting must be to be preferred to the default."""
-
-WORTH = 1.1
-"""The speed-up from which on speculation is worth switching on."""
-
-MUCH = 0.15
-"""Share of the tokens or of the time that is named as a reason."""
-
-NGRAM_LENGTH = 4
-"""Tokens that must be the same for the last one of them to count as repeated."""
-
-PLACES = ("the prompt", "the text itself", "earlier texts", "nothing")
-
-Prompts = dict[str, list[str | Messages]]
-"""Questions and conversations by the name of their group."""
+CLEARLY = 1.05  # How many times faster another setting must be to be preferred to the default
+WORTH = 1.1  # The speed-up from which on speculation is worth switching on
+Prompts = dict[str, list[str | Messages]]  # Questions and conversations by the name of their group
 
 _PER_GROUP = click.option(
     "--sample", type=POSITIVE, default=8, show_default=True, help="prompts per group"
@@ -130,7 +110,7 @@ def ANALYZE(arguments: SimpleNamespace, screen: Screen) -> None:
 
     PROMPTS is a file of JSON records or of one prompt per line. Each prompt is generated plainly
     and with a few settings. For every group of prompts the command says how much faster this
-    machine generates, why, and with which settings.
+    machine generates, and with which settings.
     """
     prompts = read_prompts(arguments.prompts, arguments.sample)
     stage = open_model(arguments, screen)
@@ -140,19 +120,17 @@ def ANALYZE(arguments: SimpleNamespace, screen: Screen) -> None:
     batches = _batches(stage, prompts, 1)
     runs = _measured(stage, batches, ways, 1, prepares=False)  # a pool would learn what it is
     about, lines = machine(stage.model), summarize(runs)
-    groups = [finding(group, lines, runs, batches) for group in prompts]
+    measured = dict.fromkeys(run.family for run in runs)  # not all, after an interrupt
+    groups = [finding(group, lines) for group in measured]
     screen.result({"about": about, "lines": [asdict(line) for line in lines], "groups": groups})
     _show(about, lines, screen)
     for each in groups:
         screen.line(f"\n{each['group']}: {each['verdict']}", bold=True)
-        screen.line(f"{each['why']}\n{each['use']}")
+        screen.line(each["use"])
 
 
 def read_prompts(file: Path, most: int) -> Prompts:
-    """Return at most so many prompts of each group, spread evenly over the file.
-
-    CommandError if a line is no prompt, or if the file has none.
-    """
+    """Return some prompts of each group, spread over the file; CommandError for a wrong line."""
     found: Prompts = {}
     for where, record in records(file):
         group, chat = "all prompts", record
@@ -197,12 +175,13 @@ def _measured(
     prepares: bool = True,
 ) -> list[Run]:
     """Time every batch in every round; an interrupt returns the runs so far."""
-    label, total = f"measuring ({len(ways)} calls per batch and round)", rounds * len(batches)
+    label = f"measuring ({len(ways)} calls per batch and round)"
     runs: list[Run] = []
-    given = stage.model, batches, ways, stage.generation, rounds, stage.seed, prepares
     try:
-        with stage.screen.task(label, total) as advance:
-            for measured in measure(*given):
+        with stage.screen.task(label, rounds * len(batches)) as advance:
+            for measured in measure(
+                stage.model, batches, ways, stage.generation, rounds, stage.seed, prepares
+            ):
                 runs = measured
                 advance()
     except KeyboardInterrupt:
@@ -222,67 +201,16 @@ def _show(about: Mapping[str, Any], lines: Sequence[Line], screen: Screen) -> No
     )
 
 
-def finding(
-    group: str, lines: Sequence[Line], runs: Sequence[Run], batches: Sequence[Batch]
-) -> dict[str, Any]:
-    """Return what `analyze` says of a group: whether speculation is worth it, why, and how."""
+def finding(group: str, lines: Sequence[Line]) -> dict[str, str]:
+    """Return what `analyze` says of a group: whether speculation is worth it, and how."""
     speeds = {line.system: line for line in lines if line.family == group}
     fastest = max((speeds[name] for name in SETTINGS), key=lambda each: each.ratio)
     best = fastest if fastest.ratio > CLEARLY * speeds[DEFAULT].ratio else speeds[DEFAULT]
-    use = "speculative=False"
+    use, verdict = "speculative=False", "not worth it"
     if best.ratio > 1.0:
         fields = (f"{name}={value!r}" for name, value in SETTINGS[best.system].items())
         use = f"speculative=SpeculativeConfig({', '.join(fields)})".replace("'", '"')
-    verdict = "hardly worth it" if best.ratio > 1.0 else "not worth it"
-    ours = [run for run in runs if run.system == DEFAULT]
-    shares = repeats(ours, batches, group)
-    prefill = sum(
-        run.call.stats.prefill_ms for run in ours if run.family == group and run.call.stats
-    )
-    plain = [run.call.seconds for run in runs if (run.family, run.system) == (group, PLAIN)]
-    prefill_share = min(1.0, prefill / 1000 / sum(plain))
-    return {
-        "group": group,
-        "repeats": shares,
-        "prefill_share": prefill_share,
-        "verdict": "worth it" if best.ratio >= WORTH else verdict,
-        "why": _why(shares, prefill_share, speeds[NO_DRAFTS].ratio, best.system),
-        "use": use,
-    }
-
-
-def _why(repeats: Mapping[str, float], prefill_share: float, alone: float, best: str) -> str:
-    *known, (_, new) = repeats.items()
-    named = [f"{share:.0%} repeat {place}" for place, share in known if share >= MUCH]
-    said = [f"Of the output's tokens, {', '.join([*named, f'{new:.0%} are new'])}."]
-    if new >= 0.5:
-        said.append("The model's own earlier guesses can foresee some of these.")
-    if prefill_share >= MUCH:
-        said.append(f"The prompt takes {prefill_share:.0%} of the plain time, which stays.")
-    if alone >= WORTH or alone <= 1 / WORTH:
-        said.append(f"Without drafts, the library reaches {alone:.2f} times the plain speed.")
-    if best == LEARN:
-        said.append("With a learning pool, a text may change the speed of other users' texts.")
-    return " ".join(said)
-
-
-def repeats(runs: Sequence[Run], batches: Sequence[Batch], group: str) -> dict[str, float]:
-    """Return the shares of a group's output tokens by what they repeat.
-
-    The batches, of one prompt each, come in the order of the runs, of one system.
-    """
-    found = Counter(dict.fromkeys(PLACES, 0))
-    prompt, itself, others, nothing = PLACES
-    earlier: set[tuple[int, ...]] = set()
-    for run, batch in zip(runs, batches, strict=False):
-        given = batch.inputs["input_ids"][0].tolist()
-        tokens, start = [*given, *run.call.rows[0]], len(given)
-        ends = range(1, len(tokens) + 1)
-        ngrams = [tuple(tokens[max(0, end - NGRAM_LENGTH) : end]) for end in ends]
-        known = dict.fromkeys(ngrams[:start], prompt)
-        for ngram in ngrams[start:]:
-            if run.family == group:
-                found[known.get(ngram, others if ngram in earlier else nothing)] += 1
-            known.setdefault(ngram, itself)
-        earlier.update(ngrams[start:])
-    return {place: count / max(found.total(), 1) for place, count in found.items()}
+        verdict = "worth it" if best.ratio >= WORTH else "hardly worth it"
+    if best.system == LEARN:
+        verdict += ", though a text may change the speed of other users' texts"
+    return {"group": group, "verdict": verdict, "use": use}

@@ -13,7 +13,6 @@ import click
 
 from lookahead_hf.tools.cli import models
 from lookahead_hf.tools.cli.measuring import (
-    MOST_ULPS,
     OURS,
     PLAIN,
     Call,
@@ -77,8 +76,7 @@ class LiveText:
             self._num_shown = len(self._tokens)
 
 
-Messages = Sequence[dict[str, str]]
-"""A conversation, each message with its role and its content."""
+Messages = Sequence[dict[str, str]]  # A conversation, each message with its role and its content
 
 
 @dataclass(frozen=True)
@@ -262,10 +260,7 @@ def TRACE(arguments: SimpleNamespace, screen: Screen) -> None:
 
 
 def show_trace(trace: Trace, screen: Screen) -> None:
-    """Write the text coloured by who foresaw it, and a legend.
-
-    Without colours, foreseen text is put in single angle quotes.
-    """
+    """Write the text coloured, or quoted, by who foresaw it, and a legend."""
     counts = trace.num_by_origin
     styles = {name: {"fg": (*bytes.fromhex(each[1:]),)} for name, each in colours(trace).items()}
     if screen.has_colour:
@@ -386,21 +381,4 @@ def _compare(
     call, texts = {**inputs, **stage.generation}, [calls[OURS].rows]
     with screen.task("comparing the texts"):
         (found,) = find_divergences(stage.model, call, calls[PLAIN].rows, texts, stage.seed)
-    if not any(found):
-        screen.line(f"\nidentical: all {calls[PLAIN].num_tokens} tokens", bold=True)
-    for each in filter(None, found):
-        _show_divergence(stage, each)
     return calls, found
-
-
-def _show_divergence(stage: Stage, divergence: Divergence) -> None:
-    plain, other = (
-        "the end" if token is None else repr(stage.tokenizer.decode([token]))
-        for token in (divergence.plain, divergence.other)
-    )
-    distance = "far apart" if divergence.ulps is None else f"at most {divergence.ulps} ulps apart"
-    stage.screen.line(
-        f"\nThe texts part after {divergence.num_same} identical tokens: plain took {plain}, the "
-        f"speculative run {other}. In the plain run the logits of these two tokens are {distance}. "
-        f"Up to {MOST_ULPS} ulps are a near tie, which rounding can flip."
-    )

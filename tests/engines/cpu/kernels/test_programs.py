@@ -65,8 +65,7 @@ def test_results_are_added_times_a_factor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flavour", "own"),
-    [(fields.SILU, nn.SiLU()), (fields.GELU_TANH, nn.GELU(approximate="tanh"))],
+    ("flavour", "own"), [(fields.SILU, nn.SiLU()), (fields.GELU_TANH, nn.GELU(approximate="tanh"))]
 )
 def test_activations_are_torchs(flavour: int, own: nn.Module, dtype: torch.dtype) -> None:
     x = torch.linspace(-100, 100, 4001, dtype=dtype)[:, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial, wraps
@@ -238,70 +239,42 @@ def single() -> Any:
     return tiny("llama", num_hidden_layers=4)
 
 
-def by_a_patched_function(patch: pytest.MonkeyPatch) -> None:
-    rotate = modeling_llama.apply_rotary_pos_emb
-    patch.setattr(
-        modeling_llama, "apply_rotary_pos_emb", lambda q, k, c, s, *a: rotate(q, k, -c, s, *a)
-    )
-
-
-def by_the_class_of_linear_layers(patch: pytest.MonkeyPatch) -> None:
-    forward = nn.Linear.forward
-    patch.setattr(nn.Linear, "forward", lambda self, x: forward(self, x) * 0.5)
-
-
-def by_functional_linear(patch: pytest.MonkeyPatch) -> None:
-    linear = nn.functional.linear
-    patch.setattr(nn.functional, "linear", lambda *args: linear(*args) * 0.5)
-
-
-def by_a_wrapper_of_the_class(patch: pytest.MonkeyPatch) -> None:
-    """One that says what it wraps."""
-    forward = modeling_llama.LlamaMLP.forward
-    patch.setattr(
-        modeling_llama.LlamaMLP, "forward", wraps(forward)(lambda self, x: forward(self, x) * 1.5)
-    )
-
-
-def by_the_call_of_the_class(patch: pytest.MonkeyPatch) -> None:
-    call: Any = nn.Module.__call__
-    patch.setattr(
-        modeling_llama.LlamaMLP, "__call__", lambda self, x: call(self, x) * 0.5, raising=False
-    )
-
-
-def by_the_attention_of_the_file(patch: pytest.MonkeyPatch) -> None:
-    attend = nn.functional.scaled_dot_product_attention
-    patch.setattr(
-        nn.functional, "scaled_dot_product_attention", lambda *a, **k: attend(*a, **k) * 0.5
-    )
-
-
 def halved(*args: Any, **kwargs: Any) -> Any:
     return compat.SDPA(*args, **kwargs)[0] * 0.5, None
 
 
-def by_the_registry_of_the_file(patch: pytest.MonkeyPatch) -> None:
-    own = SimpleNamespace(get_interface=lambda *_: halved)
-    patch.setattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS", own)
+PATCHES: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
+    "a function of the file": (
+        *(modeling_llama, "apply_rotary_pos_emb"),
+        lambda own: lambda q, k, c, s, *a: own(q, k, -c, s, *a),
+    ),
+    "the class of linear layers": (nn.Linear, "forward", lambda own: lambda *a: own(*a) * 0.5),
+    "torch's function": (nn.functional, "linear", lambda own: lambda *a: own(*a) * 0.5),
+    "a wrapper that says what it wraps": (
+        *(modeling_llama.LlamaMLP, "forward"),
+        lambda own: wraps(own)(lambda self, x: own(self, x) * 1.5),
+    ),
+    "a class's call": (modeling_llama.LlamaMLP, "__call__", lambda own: lambda *a: own(*a) * 0.5),
+    "the attention of the file": (
+        *(nn.functional, "scaled_dot_product_attention"),
+        lambda own: lambda *a, **k: own(*a, **k) * 0.5,
+    ),
+    "the registry of the file": (
+        *(modeling_llama, "ALL_ATTENTION_FUNCTIONS"),
+        lambda own: SimpleNamespace(get_interface=lambda *_: halved),
+    ),
+}
+"""What a forward reads outside of the model: where, and what is put there in its place."""
 
 
 @pytest.mark.parametrize("in_mid_call", [False, True])
-@pytest.mark.parametrize(
-    "change",
-    [
-        by_a_patched_function,
-        by_the_class_of_linear_layers,
-        by_functional_linear,
-        by_a_wrapper_of_the_class,
-        by_the_call_of_the_class,
-        by_the_attention_of_the_file,
-        by_the_registry_of_the_file,
-    ],
-)
+@pytest.mark.parametrize(("owner", "name", "make"), PATCHES.values(), ids=PATCHES)
 def test_what_a_forward_reads_counts_at_once(
-    change: Callable[[pytest.MonkeyPatch], None], in_mid_call: bool
+    owner: Any, name: str, make: Any, in_mid_call: bool
 ) -> None:
+    def change(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(owner, name, make(getattr(owner, name)), raising=False)
+
     assert changed_alike(single, change, in_mid_call).text != plain_text()
 
 
@@ -384,24 +357,25 @@ def own_code(model: Any) -> tuple[str, ...]:
     return stats.own_code
 
 
-def by_a_wrapper(patch: pytest.MonkeyPatch, factor: list[float]) -> None:
-    forward = modeling_llama.LlamaMLP.forward
-    wrapper = wraps(forward)(lambda self, x: forward(self, x) * factor[0])
-    patch.setattr(modeling_llama.LlamaMLP, "forward", wrapper)
+WRAPPERS: dict[str, tuple[Any, Callable[..., Any]]] = {
+    "forward": (
+        modeling_llama.LlamaMLP,
+        lambda own, factor: lambda self, x: own(self, x) * factor[0],
+    ),
+    "apply_rotary_pos_emb": (
+        modeling_llama,
+        lambda own, factor: lambda q, k, c, s, *a: own(q, k, c * factor[0], s, *a),
+    ),
+}
 
 
-def by_a_function_of_the_file(patch: pytest.MonkeyPatch, factor: list[float]) -> None:
-    rotate = modeling_llama.apply_rotary_pos_emb
-    changed = wraps(rotate)(lambda q, k, c, s, *a: rotate(q, k, c * factor[0], s, *a))
-    patch.setattr(modeling_llama, "apply_rotary_pos_emb", changed)
-
-
-@pytest.mark.parametrize("change", [by_a_wrapper, by_a_function_of_the_file])
+@pytest.mark.parametrize("name", WRAPPERS)
 def test_a_wrapper_that_does_nothing_yet_is_not_trusted(
-    change: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    factor, model = [1.0], single()
-    change(monkeypatch, factor)
+    (owner, make), factor, model = WRAPPERS[name], [1.0], single()
+    own = getattr(owner, name)
+    monkeypatch.setattr(owner, name, wraps(own)(make(own, factor)))
     run(model, True)
     assert not layers_of(model)
     factor[0] = 1.5
@@ -514,13 +488,22 @@ def test_a_layer_of_an_odd_build_runs_itself(change: Any) -> None:
     assert described and not described.intersection(own)
 
 
-def test_a_model_that_was_changed_is_described_anew() -> None:
+def another_layer(model: Any) -> None:
+    model.model.layers[1] = copy.deepcopy(model.model.layers[1])
+
+
+def another_head(model: Any) -> None:
+    model.lm_head = copy.deepcopy(model.lm_head)
+
+
+@pytest.mark.parametrize("change", [replaced_parameter, another_layer, another_head])
+def test_a_model_that_was_changed_is_described_anew(change: Any) -> None:
     model = single()
     run(model, True)
-    old = layers_of(model)
-    replaced_parameter(model)
-    assert run(model, True).execution == "compiled"
-    assert layers_of(model) is not old and all(each.is_trusted for each in layers_of(model))
+    run(model, True, lambda: change(model))
+    assert lookahead_hf.last_stats(model).own_code == (execution.CHANGED,)
+    run(model, True)
+    assert lookahead_hf.last_stats(model).layers == {"compiled": 5, "model": 0}
 
 
 def test_a_layer_that_is_there_twice_runs_itself() -> None:

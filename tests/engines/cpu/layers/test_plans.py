@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lookahead_hf.cache.slots import Block as Place
+from lookahead_hf.cache.slots import BlockPlaces
 from lookahead_hf.engines.cpu.kernels import fields
 from lookahead_hf.engines.cpu.kernels.program import Plan
 from lookahead_hf.engines.cpu.workspace import plan_for
@@ -22,7 +22,7 @@ def group_of(rows: int, capacity: int, **place: Any) -> Any:
     """A part of a cache, and where a block is written in it."""
     given = {"span": None, "slot_mapping": None, "visible": capacity} | place
     return SimpleNamespace(
-        block=Place(**given), capacity=capacity, dropped=np.zeros(rows, np.int64)
+        block=BlockPlaces(**given), capacity=capacity, dropped=np.zeros(rows, np.int64)
     )
 
 

@@ -27,8 +27,7 @@ from tests.helpers.changes import hooked
 from tests.helpers.compiled import run
 from tests.helpers.compiling import Elsewhere, nothing_compiled
 
-NUM_LAYERS = 4
-"""Layers of the tiny Llama. If all are served, its output layer is so, too."""
+NUM_LAYERS = 4  # Layers of the tiny Llama. If all are served, its output layer is so, too.
 
 
 def tiny(name: str) -> Any:
@@ -187,6 +186,7 @@ ONE_UNKNOWN = {"compiled": NUM_LAYERS - 1, "model": 1}
         (mode, None, execution.WATCHED, NONE),
         (another_linear, None, execution.FUNCTIONS, NONE),
         (compiling, None, execution.COMPILING, {}),
+        (None, None, execution.NOT_ASKED_FOR, {}),
     ],
 )
 def test_the_statistics_say_which_layers_run_how(
@@ -196,7 +196,7 @@ def test_the_statistics_say_which_layers_run_how(
     if change is not None:
         change(model)
     with nullcontext() if around is None else around(monkeypatch):
-        run(model, True)
+        run(model, reason != execution.NOT_ASKED_FOR)
     stats = stats_of(model)
     assert stats.layers == layers
     assert stats.execution == ("compiled" if layers.get("compiled") else "model")
@@ -225,13 +225,6 @@ def test_kernels_are_loaded_at_the_beginning_of_a_call(monkeypatch: pytest.Monke
         pending.append(lambda: loaded.append("float16"))
         run(model, True)
     assert loaded == ["float16"] and stats_of(model).execution == "compiled"
-
-
-def test_a_call_without_the_kernels_says_so() -> None:
-    model = tiny("llama")
-    run(model, False)
-    assert stats_of(model).own_code == (execution.NOT_ASKED_FOR,)
-    assert stats_of(model).execution == "model" and stats_of(model).layers == {}
 
 
 def test_the_latest_step_counts() -> None:
