@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -88,6 +89,7 @@ def serving(
     limits: Limits = USUAL,
     api_key: str | None = None,
     continuous_batching: bool = True,
+    pools: Any = MappingProxyType({}),
     **options: Any,
 ) -> Iterator[Served]:
     """Run a server of a model in a folder; `options` are those of transformers' server."""
@@ -100,7 +102,8 @@ def serving(
 
     port = free_port()
     # transformers' own way to run a server in the background leaves the event loop open.
-    altered = speculating(config, limits=limits, api_key=api_key, together=continuous_batching)
+    given = {"limits": limits, "api_key": api_key, "pools": pools}
+    altered = speculating(config, together=continuous_batching, **given)
     with altered, mock.patch.object(uvicorn.Server, "run"):
         server = Serve(force_model=folder, port=port, device="cpu", **options)
     with running(server.server, port) as client:

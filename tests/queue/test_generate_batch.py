@@ -59,18 +59,6 @@ def test_nothing_but_the_request_decides_about_its_text(
     assert [output.generated_tokens for output in found.values()] == expected
 
 
-def test_the_default_of_an_enabled_model_decides() -> None:
-    model = models.tiny("llama")
-    config, texts = settings(model), prompts(2)
-    with lookahead_hf.enabled(model):
-        lookahead_hf.enable(model, default=DRAFTED)
-        speculated(model.generate_batch(texts, config).values())
-        small = seeded(num_blocks=4, max_batch_tokens=64)
-        plain = model.generate_batch(texts, config, small, speculative=False)
-    assert not any(hasattr(output, "speculative_stats") for output in plain.values())
-    assert "generate_batch" not in vars(model)
-
-
 @pytest.mark.parametrize("of_model", [False, True])
 def test_stop_strings_end_texts(
     model: Any, of_model: bool, monkeypatch: pytest.MonkeyPatch

@@ -70,15 +70,13 @@ CONFIG = click.option(
     help="a preset, or fields of a SpeculativeConfig",
 )
 
-POOL = click.option("--pool", type=FILE, help="draft from this pool too; see `pool build`")
-
 BATCH_SIZE = click.option(
     "--batch-size", type=POSITIVE, default=1, show_default=True, help="prompts per call"
 )
 
 DRAFTING = _all_of(
     CONFIG,
-    POOL,
+    click.option("--pool", type=FILE, help="draft from this pool too; see `pool build`"),
     click.option("--prediction", type=FILE, help="a text like the expected answer"),
     click.option("--assistant", metavar="MODEL", help="a small model that drafts too"),
 )

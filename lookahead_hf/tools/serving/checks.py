@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from functools import reduce
 from operator import or_
-from types import GenericAlias
+from types import GenericAlias, MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -178,7 +178,7 @@ _SETTINGS = _object(
         **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "eos_token_id"), _TOKENS),
         **dict.fromkeys(("pad_token_id", "bos_token_id"), _TOKENS),
         **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id"), _TOKENS),
-        **dict.fromkeys(("do_sample", "early_stopping", "renormalize_logits", "speculative"), Any),
+        **dict.fromkeys(("do_sample", "early_stopping", "renormalize_logits"), Any),
         **dict.fromkeys(("sequence_bias", "exponential_decay_length_penalty"), Any),
         "bad_words_ids": _list(_list(_TOKEN, 1)),
         "remove_invalid_values": Any,
@@ -319,14 +319,6 @@ def check_model(model: Any, only_model: str) -> None:
         raise Refused(why, 404, "model_not_found")
 
 
-def samples(body: Mapping[str, Any]) -> bool:
-    """Return whether a request asks for a sample, which a greedy model would not give."""
-    temperature, top_p = body.get("temperature"), body.get("top_p")
-    if body.get("generation_config") is not None or temperature == 0:
-        return False
-    return temperature is not None or (top_p is not None and top_p < 1)
-
-
 def media(body: Mapping[str, Any]) -> str | None:
     """Return the type of the first part of the messages that is no text, None if all are."""
     messages = body.get("messages") or body.get("input")
@@ -339,15 +331,13 @@ def media(body: Mapping[str, Any]) -> str | None:
     return None
 
 
-def length(body: Mapping[str, Any]) -> str | None:
-    """Return the name of the field by which a request sets the length of its answer."""
-    if body.get("generation_config") is not None:
-        return "generation_config"
-    return next((name for name in _LENGTHS if body.get(name) is not None), None)
-
-
 def take_requests(
-    path: str, fields: dict[str, Any], config: SpeculativeConfig, only_model: str, limits: Limits
+    path: str,
+    fields: dict[str, Any],
+    config: SpeculativeConfig,
+    only_model: str,
+    limits: Limits,
+    pools: Mapping[str, Any],
 ) -> tuple[list[tuple[ServedRequest, bytes]], int]:
     """Return requests for one text each with bodies, and the number of prompts; or refuse them."""
     check_fields(path, fields, only_model, limits)
@@ -359,7 +349,7 @@ def take_requests(
         prompt, body = prompts[index // each], json.loads(text)
         if prompt is not None:
             body["prompt"] = prompt
-        request = take_request(body, config, limits)
+        request = take_request(body, config, limits, pools)
         request.loop = asyncio.get_running_loop()
         if request.seed is not None and index:
             request.seed = request_seed(request.seed, index)
@@ -368,7 +358,10 @@ def take_requests(
 
 
 def take_request(
-    body: dict[str, Any], config: SpeculativeConfig, limits: Limits = USUAL
+    body: dict[str, Any],
+    config: SpeculativeConfig,
+    limits: Limits = USUAL,
+    pools: Mapping[str, Any] = MappingProxyType({}),
 ) -> ServedRequest:
     """Take what transformers would do otherwise out of a body; ValueError for a wrong value."""
     asked, prediction = body.pop("speculative", None), body.pop("prediction", None)
@@ -376,9 +369,13 @@ def take_request(
     schema, tools = take_schema(body), take_tools(body)
     if len((schema if tools is None else json.dumps(tools)) or "") > limits.schema_kb * 1000:
         raise ValueError(f"a schema has {limits.schema_kb:g} KB at most: shorten it")
-    settings = json.loads(body.get("generation_config") or "{}")
-    usual = {"num_beams": 1, "speculative": None, "guidance_scale": 1}
-    is_alone = any(settings.get(name, each) not in (None, each) for name, each in usual.items())
+    given, temperature, top_p = map(body.get, ("generation_config", "temperature", "top_p"))
+    # transformers' server sets the temperature, and a model that is greedy by default ignores it.
+    samples = temperature is not None or (top_p is not None and top_p < 1)
+    lengths = (name for name in _LENGTHS if body.get(name) is not None)
+    settings = json.loads(given or "{}")
+    of_one = ("num_beams", "guidance_scale")
+    is_alone = any(settings.get(each, 1) not in (None, 1) for each in of_one)
     log_probs, num_top = body.pop("logprobs", None), body.pop("top_logprobs", None)
     if isinstance(log_probs, bool):
         log_probs = num_top or 0 if log_probs else None
@@ -387,11 +384,11 @@ def take_request(
         prediction = said if isinstance(said, str) else "".join(part["text"] for part in said)
     kind = media(body)
     return ServedRequest(
-        speculative=allowed(asked, config),
+        speculative=allowed(asked, config, pools),
         prediction=prediction,
-        samples=samples(body),
+        samples=given is None and temperature != 0 and samples,
         media=kind,
-        length=length(body),
+        length=next(lengths, None) if given is None else "generation_config",
         seed=body.pop("seed", None),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         presence_penalty=float(penalty or 0),

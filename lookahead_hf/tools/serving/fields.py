@@ -73,7 +73,7 @@ def as_error(answer: bytes) -> bytes:
 
 
 OF_THE_SERVER = {
-    "pool": "start the server with --pool FILE",
+    "pool": "name one of those that it was started with as --pool NAME=FILE",
     "learn": 'start the server with --config \'{"pool": FILE, "learn": true}\'',
     "path": 'start the server with --config \'{"options": {"medusa": {"path": FILE}}, ...}\'',
 }
@@ -162,20 +162,27 @@ current: ContextVar[ServedRequest | None] = ContextVar("lookahead_hf_request", d
 """The request that is being served."""
 
 
-def allowed(asked: Any, config: SpeculativeConfig) -> SpeculativeConfig | bool | None:
-    """Return how a request may speculate, also with the server's pool; or raise ValueError."""
+def allowed(
+    asked: Any, config: SpeculativeConfig, pools: Mapping[str, Any]
+) -> SpeculativeConfig | bool | None:
+    """Return how a request speculates, with the server's or a named pool, or raise ValueError."""
     if asked is None or asked is False:
         return asked
     if asked is True:
         return config
-    _check(asked if isinstance(asked, Mapping) else {})
+    pool, fields = config.pool, dict(asked) if isinstance(asked, Mapping) else {}
+    if fields.get("pool") in [*pools]:
+        pool = pools[fields.pop("pool")]
+        asked = fields
+    _check(fields)
     try:
         of_request = SpeculativeConfig.resolve(asked)
     except (TypeError, AttributeError) as error:
         raise ValueError(f"speculative={shown(asked)} is not understood: {error}") from error
     assert of_request is not None
-    if of_request.drafters is None or "pool" in of_request.drafters:
-        return dataclasses.replace(of_request, pool=config.pool)
+    is_named = pool is not config.pool
+    if is_named or of_request.drafters is None or "pool" in of_request.drafters:
+        return dataclasses.replace(of_request, pool=pool)
     return of_request
 
 

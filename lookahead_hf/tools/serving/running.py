@@ -29,7 +29,6 @@ from lookahead_hf.tools.serving.fields import (
     USUAL,
     Limits,
     ServedRequest,
-    allowed,
     current,
 )
 from lookahead_hf.tools.serving.schemas import check_media, grammar_of
@@ -187,13 +186,6 @@ class Alone(GenerateManager):
         self._prompt = inputs["input_ids"]
         return super().generate_streaming(model, processor, inputs, *args, **kwargs)
 
-    async def generate_non_streaming(
-        self, model: Any, processor: Any, inputs: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Return a whole text."""
-        self._prompt = inputs["input_ids"]
-        return await super().generate_non_streaming(model, processor, inputs, *args, **kwargs)
-
     def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function in the thread, which can end, unlike transformers' own."""
         run = contextvars.copy_context().run
@@ -204,7 +196,7 @@ class Alone(GenerateManager):
     async def async_submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function in the thread, and wait for what it returns."""
         request = current.get() or ServedRequest()
-        ready = self._running.compiling(request, self._prompt, lambda: None)
+        ready = self._running.compiling(request, kwargs.get("input_ids"), lambda: None)
         if ready is not None:
             await asyncio.wrap_future(ready)
         run = contextvars.copy_context().run
@@ -339,7 +331,9 @@ class ServedGenerate:
             )
         try:
             self._apply(request, kwargs, config)
-            kwargs["speculative"] = self._speculative(request, config)
+            of_model = getattr(self._model.generation_config, "speculative", None)
+            given = (request.speculative, of_model, self._config)
+            kwargs["speculative"] = next(each for each in given if each is not None)
             with noise.drawing(self._model.device, request.seed):
                 output = self._generate(*args, **kwargs)
         except Cancelled:
@@ -365,19 +359,6 @@ class ServedGenerate:
         added = add_to_call(request, config, num_prompt, model, tokenizer, self._limits)
         for name, own in added.items():
             kwargs[name] = [*(kwargs.get(name) or ()), *own]
-
-    def _speculative(self, request: ServedRequest, config: Any) -> Any:
-        """Return how to speculate: as the request says, else the model, else the server.
-
-        A client can send a generation config of its own, which must not open files either.
-        """
-        if request.speculative is not None:
-            return request.speculative
-        asked = getattr(config, "speculative", None)
-        of_model = getattr(self._model.generation_config, "speculative", None)
-        if asked is not None and asked != of_model:
-            return allowed(asked, self._config)
-        return self._config if of_model is None else of_model
 
 
 def _takes_streamer(model: Any, config: Any) -> bool:

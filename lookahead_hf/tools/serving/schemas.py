@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import torch
+
 from lookahead_hf.tools.serving.fields import ServedRequest, shown
 
 
@@ -96,19 +98,13 @@ def calling(
     """
     thinking = template["fields"].get("reasoning_content", {})
     begins = isinstance(thinking.get("open"), str) and isinstance(thinking.get("close"), str)
-    text = tokenizer.decode(_last(prompt))
+    text = tokenizer.decode(torch.as_tensor(prompt).flatten()[-16:])
     return {
         "tools": dict(tools),
         "markers": _markers(template["fields"]["tool_calls"]) or ("", "\n"),
         "thinking": [thinking["open"], thinking["close"]] if begins else None,
         "thinks": begins and text.rstrip().endswith(thinking["open"].rstrip()),
     }
-
-
-def _last(prompt: Any) -> list[int]:
-    ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    ids = ids[0] if ids and isinstance(ids[0], list) else ids
-    return list(ids[-16:])
 
 
 def _markers(field: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -148,7 +144,7 @@ def take_schema(body: dict[str, Any]) -> str | None:
 
 
 def grammar_of(request: ServedRequest, prompt: Any, tokenizer: Any, seconds: float) -> Any:
-    """Return the logits processor of a request's schema or tools.
+    """Return the logits processor of a request's schema or tools, None if nobody waits for it.
 
     `prompt` are tokens, [length] or [1, length]. ValueError if a schema cannot be compiled, or not
     in so many seconds, or xgrammar is not installed.
@@ -164,9 +160,11 @@ def grammar_of(request: ServedRequest, prompt: Any, tokenizer: Any, seconds: flo
         task = calling(request.tools, request.template, tokenizer, prompt)
     try:
         told = structured.vocabulary(tokenizer)
-        trials.run(told, task, lambda: request.is_cancelled, seconds)
+        is_safe = trials.run(told, task, lambda: request.is_cancelled, seconds)
     except ValueError as error:
         raise ValueError(f"{what} cannot be compiled: {error}") from error
+    if not is_safe:
+        return None
     return structured.compiled(what, task, tokenizer, compile_task)
 
 
@@ -194,8 +192,8 @@ class Trials:
 
     def run(
         self, vocabulary: str, task: Mapping[str, Any], is_over: Callable[[], bool], seconds: float
-    ) -> None:
-        """Return once a task was compiled, by this or an earlier call, or nobody waits for it.
+    ) -> bool:
+        """Return whether a task was compiled, by this or an earlier call; not if nobody waits.
 
         `vocabulary` is xgrammar's description of the tokenizer, `task` what `compile_task` takes.
         ValueError if compiling takes longer than so many seconds, or too much memory.
@@ -205,30 +203,33 @@ class Trials:
             if vocabulary != self._vocabulary:
                 self._end()
                 self._passed, self._vocabulary = {}, vocabulary
-            if name in self._passed or is_over():
-                return
-            if self._process is None:
+            if name in self._passed:
+                return True
+            if self._process is None and not is_over():
                 self._start()
-                self._ask(vocabulary, is_over, START_SECONDS)
+                # The next task needs it, too, so that it starts whoever leaves.
+                self._ask(vocabulary, lambda: False, START_SECONDS)
             if is_over():
-                return
+                return False
             failure = self._ask(task, is_over, seconds)
             if failure is not None:
                 raise ValueError(failure)
             self._passed[name] = None
             if len(self._passed) > MOST_KEPT:
                 del self._passed[next(iter(self._passed))]
+        return True
 
     def end(self) -> None:
-        """End the process; the next task starts another one."""
+        """End the process, whatever it does; the next task starts another one."""
+        self.kill()
         with self._lock:
             self._end()
             self._vocabulary = None
 
     def kill(self) -> None:
         """Kill the process without waiting for it, as a handler of a signal may."""
-        if self._process is not None:
-            self._process.kill()
+        if (process := self._process) is not None:
+            process.kill()
 
     def _end(self) -> None:
         process, self._process = self._process, None

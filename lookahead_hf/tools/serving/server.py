@@ -7,10 +7,12 @@ import inspect
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from itertools import accumulate
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 import transformers
@@ -69,9 +71,10 @@ class Metrics:
         for position, count in enumerate(at_least[1:]):
             self._accepted_at.labels(position).inc(count)
 
-    def text(self) -> bytes:
+    def answer(self) -> Response:
         """Return all counters in Prometheus' text format."""
-        return bytes(generate_latest(self._registry))
+        text = bytes(generate_latest(self._registry))
+        return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 SEAMS = (
@@ -98,6 +101,7 @@ def speculating(
     limits: Limits = USUAL,
     api_key: str | None = None,
     together: bool = True,
+    pools: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[None]:
     """Let servers of one model that are built inside the `with` block generate speculatively.
 
@@ -110,6 +114,7 @@ def speculating(
         limits: What is granted to a request.
         api_key: What clients have to show, None if they need nothing.
         together: Whether requests are decoded together, by our queue.
+        pools: The pools that a request may name.
 
     Raises:
         UnknownServerError: The installed transformers has another server.
@@ -130,7 +135,9 @@ def speculating(
 
         def enable(model: Any, processor: Any) -> None:
             if isinstance(model, GenerationMixin) and running.tokenizer is None:
-                build_drafters(model, Request(config, tokenizer=processor), 1, False)
+                for pool in (config.pool, *pools.values()):
+                    own = Request(replace(config, pool=pool), tokenizer=processor)
+                    build_drafters(model, own, 1, False)
                 served = ServedGenerate(model, processor, config, metrics.count, limits)
                 vars(model)["generate"] = served
                 running.tokenizer = processor
@@ -140,11 +147,11 @@ def speculating(
         if hasattr(manager, "get_gen_models"):  # before transformers 5.24
             listed = {"id": only_model, "object": "model", "created": 0, "owned_by": ""}
             manager.get_gen_models = lambda: [listed]
-        entered = {"config": config, "only_model": only_model, "limits": limits}
+        entered = {"config": config, "only_model": only_model, "limits": limits, "pools": pools}
         app.add_middleware(Entrance, key=api_key, live=live, **entered)
         # Browsers ask without a key first, and read errors only from an answer that allows it.
         app.user_middleware.sort(key=lambda each: each.cls is not CORSMiddleware)
-        _add_route(app, metrics)
+        app.add_api_route("/metrics", metrics.answer, response_model=None, include_in_schema=False)
         _end_with(app, running.end)
         app.state.end_requests = live.end
         return app
@@ -225,13 +232,6 @@ def _enable_model(manager: Any, enable: Callable[[Any, Any], None]) -> None:
     manager.load_model_and_processor = load_and_enable
 
 
-def _add_route(app: Any, metrics: Metrics) -> None:
-    def show() -> Any:
-        return Response(metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})
-
-    app.add_api_route("/metrics", show, response_model=None, include_in_schema=False)
-
-
 PATHS = tuple(REFUSED)  # Where a request in JSON is answered with generated text
 OPEN = ("/health", "/metrics")  # What is answered without a key
 
@@ -253,11 +253,12 @@ class Entrance:
         config: SpeculativeConfig,
         only_model: str,
         limits: Limits,
+        pools: Mapping[str, Any],
         key: str | None,
         live: Live,
     ) -> None:
         self._app, self._config, self._only_model = app, config, only_model
-        self._limits, self._key = limits, key
+        self._limits, self._pools, self._key = limits, pools, key
         self._live = live
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -328,8 +329,8 @@ class Entrance:
         taken, num_prompts = [(request, body)], 1
         try:
             if is_text:
-                given = path, parsed(body), self._config, self._only_model, self._limits
-                taken, num_prompts = take_requests(*given)
+                given = path, parsed(body), self._config, self._only_model
+                taken, num_prompts = take_requests(*given, self._limits, self._pools)
             elif path == "/reset":
                 raise Refused("this server keeps its model", 403)
             elif path in ("/load_model", "/v1/systemone"):

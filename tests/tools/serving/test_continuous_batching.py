@@ -109,10 +109,3 @@ def test_log_probabilities_of_completions(served: Served) -> None:
     assert "".join(found.tokens) == choice.text and found.text_offset == [*range(5)]
     assert [max(each.values()) for each in found.top_logprobs] == found.token_logprobs
     assert {len(each) for each in found.top_logprobs} == {2}
-
-
-def test_log_probabilities_of_what_is_decoded_alone_are_refused(served: Served) -> None:
-    from openai import BadRequestError
-
-    with pytest.raises(BadRequestError, match="logprobs are served where requests are decoded"):
-        served.ask(logprobs=True, extra_body={"speculative": False})

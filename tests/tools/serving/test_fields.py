@@ -14,7 +14,7 @@ from lookahead_hf.tools.serving.answers import Answer, Reply, TextEnd
 from lookahead_hf.tools.serving.checks import CHAT, check_fields, take_request
 from lookahead_hf.tools.serving.fields import ServedRequest
 
-POOL = NgramPool(64)
+POOL, OTHER = NgramPool(64), NgramPool(64)
 SERVER = SpeculativeConfig(budget=4, pool=POOL)
 
 
@@ -27,12 +27,17 @@ SERVER = SpeculativeConfig(budget=4, pool=POOL)
         ({"budget": 2}, SpeculativeConfig(budget=2, pool=POOL)),
         ({"drafters": ["ngram", "pool"]}, SpeculativeConfig(drafters=("ngram", "pool"), pool=POOL)),
         ({"drafters": ["ngram"]}, SpeculativeConfig(drafters=("ngram",))),
+        ({"pool": "other", "budget": 2}, SpeculativeConfig(budget=2, pool=OTHER)),
+        (
+            {"pool": "other", "drafters": ["ngram"]},
+            SpeculativeConfig(drafters=("ngram",), pool=OTHER),
+        ),
         ("recycling", SpeculativeConfig(drafters=("recycling",))),
     ],
 )
 def test_a_request_switches_speculation(asked: Any, expected: Any) -> None:
     body = {"model": "m", "speculative": asked}
-    assert take_request(body, SERVER).speculative == expected
+    assert take_request(body, SERVER, pools={"other": OTHER}).speculative == expected
     assert body == {"model": "m"}
 
 
@@ -52,7 +57,8 @@ def test_a_prediction_is_a_string_or_parts(content: Any) -> None:
         ("speculative", 1, "give True, False, one of default"),
         ("speculative", {"budget": -1}, r"an int in 0\.\.64"),
         ("speculative", {"speed": 2}, "known: drafters, max_draft_nodes"),
-        ("speculative", {"pool": "/etc/passwd"}, "--pool FILE"),
+        ("speculative", {"pool": "/etc/passwd"}, "--pool NAME=FILE"),
+        ("speculative", {"options": {"pool": {"pool": "other"}}}, "--pool NAME=FILE"),
         ("speculative", {"learn": True}, '"learn": true'),
         (
             "speculative",

@@ -33,6 +33,7 @@ def test_the_model_that_is_served_is_listed(served: Served) -> None:
         (CHAT, {"logprobs": 3}, "logprobs=3 is not served: Input should be a valid boolean"),
         (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs=21 is not served: Input"),
         (CHAT, {"top_logprobs": 2}, "top_logprobs is served beside logprobs=true"),
+        (CHAT, {"logprobs": True, "speculative": False}, "where requests are decoded together"),
         (RESPONSES, {"top_logprobs": 2}, "use the chat completions"),
         (CHAT, {"presence_penalty": 5}, "presence_penalty=5 is not served: Input should be less"),
         (CHAT, {"tool_choice": "required"}, 'give "required" with tools'),
@@ -120,14 +121,6 @@ def test_a_temperature_samples_where_the_model_is_greedy_by_default(served: Serv
     assert len(texts) == 3 and greedy not in texts
     assert served.text(temperature=1.5, seed=1) in texts
     assert served.text(temperature=None) == served.text(temperature=0, top_p=0.5) == greedy
-
-
-def test_an_answer_of_the_responses_api_is_no_stream_unless_asked_for(served: Served) -> None:
-    """As OpenAI's client expects, which leaves the field out."""
-    asked = {"model": served.folder, "input": "def f(x):", "max_output_tokens": 8}
-    answer = served.client.responses.create(**asked)
-    events = [*served.client.responses.create(**asked, stream=True)]
-    assert answer.output_text == events[-1].response.output_text != ""
 
 
 @pytest.mark.parametrize("path", REFUSED)

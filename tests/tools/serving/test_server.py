@@ -98,7 +98,7 @@ def test_a_call_that_cannot_be_speculated_says_why(served: Served) -> None:
         ({"speculative": {"drafters": ["assistant"]}}, "needs a model to draft with"),
         ({"speculative": {"options": {"recycling": {"top_k": 0}}}}, "top_k"),
         # A generation config opens no files either.
-        ({"generation_config": '{"speculative": {"pool": "/etc/passwd"}}'}, "--pool FILE"),
+        ({"generation_config": '{"speculative": {"pool": "/etc/passwd"}}'}, "Extra inputs"),
     ],
 )
 def test_a_wrong_value_is_a_bad_request(
@@ -116,7 +116,7 @@ def test_the_other_endpoints_speculate_too(served: Served) -> None:
     assert speculated(completion)["num_spec_steps"] < 47
     given = {**given, "input": "x = ", "max_output_tokens": 48}
     *_, last = served.client.responses.create(stream=True, **given)
-    whole = served.client.responses.create(stream=False, **given)
+    whole = served.client.responses.create(**given)
     assert last.response.output_text == whole.output_text
     assert speculated(last.response)["num_spec_steps"] < 47
     assert speculated(whole)["num_spec_steps"] < 47
@@ -141,10 +141,14 @@ def test_prometheus_reads_sums_over_all_requests(served: Served) -> None:
     assert sum(by_position) == counts["num_accepted_draft_tokens"]
 
 
-def test_a_pool_that_does_not_fit_is_refused_before_the_server_starts(folder: str) -> None:
-    config = SpeculativeConfig(pool=NgramPool(64, vocab_size=1000))
-    with pytest.raises(ValueError, match="the pool has token ids"), serving(folder, config):
-        pass
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_pool_that_does_not_fit_is_refused_before_the_server_starts(
+    folder: str, is_named: bool
+) -> None:
+    pool = NgramPool(64, vocab_size=1000)
+    own = (None, {"own": pool}) if is_named else (pool, {})
+    with pytest.raises(ValueError, match="the pool has token ids"):
+        serving(folder, SpeculativeConfig(pool=own[0]), pools=own[1]).__enter__()
 
 
 def test_an_unknown_server_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

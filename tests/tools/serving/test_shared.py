@@ -17,8 +17,8 @@ import pytest
 
 from lookahead_hf import SpeculativeConfig, structured, totals
 from lookahead_hf.tools.serving.checks import CHAT, COMPLETIONS, RESPONSES
-from lookahead_hf.tools.serving.fields import Limits
-from lookahead_hf.tools.serving.schemas import Trials, trials
+from lookahead_hf.tools.serving.fields import Limits, ServedRequest
+from lookahead_hf.tools.serving.schemas import Trials, grammar_of, trials
 from lookahead_hf.tools.serving.server import ending_at_once
 from tests.helpers import grammars
 from tests.helpers.served import Served, hooked, joined, serving
@@ -135,11 +135,6 @@ def test_each_request_has_its_own_settings(served: Served) -> None:
     assert len({*alone}) == 5
     assert totals(served.model).stats.num_accepted > before
     assert not totals(served.model).fallbacks
-
-
-def test_a_presence_penalty_lets_tokens_come_once(served: Served) -> None:
-    text = served.text(presence_penalty=2, max_tokens=24)
-    assert len({*text}) > len({*served.text(max_tokens=24)})
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -263,13 +258,22 @@ def test_limits_are_told(strict: Served) -> None:
 def test_what_compiles_too_slowly_is_refused() -> None:
     own = Trials()
     try:
-        told, schema = structured.vocabulary(grammars.tokenizer()), json.dumps({"type": "integer"})
-        own.run(told, {"schema": schema}, lambda: False, 30)
+        told, task = structured.vocabulary(grammars.tokenizer()), {"schema": '{"type": "integer"}'}
+        leaves = iter([False, True])
+        assert not own.run(told, task, lambda: next(leaves), 30)
+        assert own._process is not None  # it was started for the next client, too
+        assert own._process.poll() is None
         slow = nested(800)["response_format"]["json_schema"]["schema"]
         with pytest.raises(ValueError, match=r"takes longer than 0\.3 seconds"):
             own.run(told, {"schema": json.dumps(slow)}, lambda: False, 0.3)
     finally:
         own.end()
+
+
+def test_what_nobody_waits_for_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structured, "compiled", lambda *given: pytest.fail("it was compiled"))
+    gone = ServedRequest(schema='{"type": "integer"}', is_cancelled=True)
+    assert grammar_of(gone, [1], grammars.tokenizer(), 5) is None
 
 
 def test_a_key_is_asked_for(strict: Served) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import click
 
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.tools.cli.models import warm_up
-from lookahead_hf.tools.cli.options import CONFIG, POOL, as_written, with_pool
+from lookahead_hf.tools.cli.options import CONFIG, as_written, with_pool
 from lookahead_hf.tools.cli.screen import CommandError, Screen, check_installed
 from lookahead_hf.tools.serving.fields import Limits
 
@@ -24,7 +23,7 @@ examples:
   lookahead-hf serve Qwen/Qwen3-0.6B
   lookahead-hf serve ./model --port 9000 --device cuda --dtype bfloat16
   LOOKAHEAD_HF_API_KEY=... lookahead-hf serve ./model --host 0.0.0.0 --max-waiting 64
-  lookahead-hf serve ./model --pool code.safetensors --config '{"max_draft_nodes": 32}'
+  lookahead-hf serve ./model --pool code=code.safetensors --config '{"max_draft_nodes": 32}'
 
 All other options, such as --host, --port, --device and --dtype, are those of `transformers serve`,
 whose --help explains them.
@@ -52,7 +51,13 @@ def _limits(command: Callable[..., None]) -> Callable[..., None]:
     options_metavar="MODEL [OPTIONS]",
 )
 @CONFIG
-@POOL
+@click.option(
+    "--pool",
+    "files",
+    multiple=True,
+    metavar="[NAME=]FILE",
+    help="Draft from this pool too; one with a name only for requests that give the name.",
+)
 @click.option(
     "--api-key",
     envvar="LOOKAHEAD_HF_API_KEY",
@@ -70,7 +75,7 @@ def _limits(command: Callable[..., None]) -> Callable[..., None]:
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="")
 def COMMAND(
     config: SpeculativeConfig,
-    pool: Path | None,
+    files: tuple[str, ...],
     api_key: str | None,
     together: bool,
     words: tuple[str, ...],
@@ -85,6 +90,7 @@ def COMMAND(
     import typer
     from transformers.cli.serve import Serve
 
+    from lookahead_hf.ngram_pool.pool import open_pool
     from lookahead_hf.tools.serving.server import UnknownServerError, ending_at_once, speculating
 
     program = typer.Typer(add_completion=False)
@@ -92,11 +98,15 @@ def COMMAND(
     command = typer.main.get_command(program)
     own: dict[str, Any] = {"api_key": api_key or None, "together": together}
     own["limits"] = Limits(**{name.removeprefix("max_"): value for name, value in limits.items()})
-    config, screen = with_pool(config, pool), Screen()
+    screen, pools = Screen(), {}
     if not api_key:
         screen.note("Without --api-key, whoever reaches the port is answered.")
     try:
-        with speculating(config, partial(warm_up, screen), **own), ending_at_once():
+        for each in files:
+            name, _, file = each.rpartition("=")
+            pools[name] = open_pool(file)
+        config = with_pool(dataclasses.replace(config, pool=pools.pop("", config.pool)), None)
+        with speculating(config, partial(warm_up, screen), pools=pools, **own), ending_at_once():
             command([*words], prog_name="lookahead-hf serve")
     except SystemExit as end:
         if end.code:
