@@ -65,7 +65,7 @@ test-ecosystem: .venv-ecosystem/.tests
 	.venv-ecosystem/bin/python -m pytest -q tests/ecosystem $(ARGS)
 
 soak: .venv/.tests  # 64 clients of one server for 15 minutes
-	.venv/bin/python -m tests.soak $(ARGS)
+	MALLOC_ARENA_MAX=2 .venv/bin/python -m tests.soak $(ARGS)  # clients' threads share heaps
 
 lint: .venv/.tests
 	.venv/bin/ruff check .
