@@ -1,7 +1,6 @@
 """The process that compiles: `python -m lookahead_hf.compile drafting common bfloat16`.
 
-Other processes start it and load from disk what it has compiled; `lookahead-hf compile` is for
-people.
+Other processes start it, and load what it compiles. For people there is `lookahead-hf compile`.
 """
 
 from __future__ import annotations

@@ -27,8 +27,7 @@ from lookahead_hf.utils import unwrap
 _Model = TypeVar("_Model")
 
 LOADING_SECONDS = 2.0
-"""Longest time for which `enable` loads numba's functions. Compiled earlier, they are loaded in one
-second."""
+"""Longest time for which `enable` loads numba's functions; compiled ones take one second."""
 
 
 BATCH_METHODS = ("generate_batch", "init_continuous_batching")

@@ -22,7 +22,7 @@ from lookahead_hf.ngram_pool import compilation
 from tests.helpers import grammars
 from tests.helpers.compared import served
 from tests.helpers.constrained import BUDGET
-from tests.helpers.grammars import END, LEVEL, NUMBER, SCHEMAS, schema, text
+from tests.helpers.grammars import END, LEVEL, NUMBER, SCHEMAS, WIDTH, schema, text
 
 
 @pytest.fixture(scope="module")
@@ -113,9 +113,8 @@ def test_a_processor_serves_one_call(model: Any) -> None:
     model.generate(ids, max_new_tokens=4, logits_processor=own)
     with pytest.raises(ValueError, match="has served another call of generate: make one for each"):
         model.generate(ids, max_new_tokens=4, logits_processor=own)
-    own = [structured.json_schema(SCHEMAS[:1] * 2, grammars.tokenizer())]
     with pytest.raises(ValueError, match="2 grammars, the batch 1 rows"):
-        model.generate(ids, max_new_tokens=4, logits_processor=own)
+        structured.json_schema(SCHEMAS[:1] * 2, grammars.tokenizer())(ids, torch.zeros(1, WIDTH))
 
 
 @pytest.mark.filterwarnings("ignore:the drafter .grammar. failed")

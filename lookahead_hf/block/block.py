@@ -28,14 +28,10 @@ _OF_SHAPE = frozenset(
 
 
 class LazyMask(torch.Tensor):
-    """A mask that is built when a function of torch first reads it.
-
-    Attributes:
-        made: The mask, None before that.
-    """
+    """A mask that is built when a function of torch first reads it."""
 
     _make: Callable[[], torch.Tensor]
-    made: torch.Tensor | None
+    made: torch.Tensor | None  # the mask, None before that
     _changes: int  # of the mask when it was made
 
     @staticmethod
@@ -143,18 +139,15 @@ def is_read(mask: torch.Tensor | None) -> bool:
 
 
 class HeldSlots(NamedTuple):
-    """What the layers of one kind hold when a forward begins.
-
-    Attributes:
-        lengths: Used slots of each row; its block is in the slots behind them, [rows] int64.
-        columns: Columns of the tokens in the slots before the block, ascending within a row,
-            [rows, visible or more] int64; None if every token sees all of them.
-    """
+    """What the layers of one kind hold when a forward begins."""
 
     kind: MaskKind  # the kind of their masks
+    # Used slots of each row; its block is in the slots behind them, [rows] int64.
     lengths: torch.Tensor
     visible: int  # slots that the attention reads, at least as many as the longest row has tokens
     offsets: torch.Tensor  # column less slot of the tokens behind the prompt, [rows] int64
+    # Columns of the tokens in the slots before the block, ascending within a row, [rows, visible or
+    # more] int64; None if every token sees all of them.
     columns: torch.Tensor | None
     is_even: bool = False  # whether all rows are known to have used equally many slots
     group: Any = None  # the layers' part of the cache, None if nobody asks for it
@@ -166,14 +159,6 @@ class Block:
 
     A token sees its ancestors in the block, itself, and what its row held before, as far as the
     window or the chunk of a layer reaches.
-
-    Attributes:
-        slot_columns: Columns of the tokens in the slots, [rows, slots] int64, for a model that
-            derives positions from its cache; else None.
-        by_length: Whether that kernel divides a row's tokens among programs, not its
-            slots. This is faster, but the bits of a token then depend on the length of the row.
-        masks: The masks that the model gets, by kind; None where each token sees all slots up to
-            its own.
     """
 
     parents: Any  # index of each token's parent in its row, -1 for none, [rows, width] int64
@@ -181,10 +166,15 @@ class Block:
     pads: torch.Tensor  # columns of the prompt that a row does not attend, [rows] int64
     held: Mapping[str, HeldSlots]  # what the layers hold, by the name of their masks' kind
     dtype: torch.dtype  # that of additive masks
+    # Columns of the tokens in the slots, [rows, slots] int64, for a model that derives positions
+    # from its cache; else None.
     slot_columns: torch.Tensor | None = None
     given_words: torch.Tensor | None = None  # `words`, if they are known already
     for_kernel: bool = False  # whether our attention kernel may serve the block
+    # Whether that kernel divides a row's tokens among programs, not its slots. This is faster, but
+    # the bits of a token then depend on the length of the row.
     by_length: bool = True
+    # The masks that the model gets, by kind; None where each token sees all slots up to its own.
     masks: dict[str, torch.Tensor | None] = field(default_factory=dict, init=False)
 
     def make_masks(self, is_causal: bool, lazy: bool = False) -> dict[str, torch.Tensor | None]:
@@ -231,10 +221,7 @@ class Block:
 
     @cached_property
     def words(self) -> torch.Tensor:
-        """A word per token, bit j set if it sees token j of its row's block: [rows, width] int64.
-
-        There are at most 64 tokens per row.
-        """
+        """A word per token, with bits for tokens of its row that it sees, [rows, width] int64."""
         if self.given_words is not None:
             return self.given_words
         return torch.from_numpy(ancestor_words(self.parents)).to(self.query.device)

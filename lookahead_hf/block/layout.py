@@ -38,18 +38,14 @@ Inputs = tuple[dict[str, Any], Block | PackedBlock]
 
 @dataclass(frozen=True, slots=True)
 class PromptState:
-    """State after the prefill, where decoding starts.
-
-    Attributes:
-        prompt_positions: Those of the prompt, [rows, columns], if blocks are flat.
-    """
+    """State after the prefill, where decoding starts."""
 
     names: compat.DecoderNames  # names of the decoder's inputs
     cache: ColumnCache  # holds the prompts; empty if steps read them, too
     kinds: list[MaskKind]  # the masks that the model's layers need
     passed: dict[str, Any]  # arguments that every forward gets
     next_position: torch.Tensor  # position of the token after the prompt, [..., rows, 1]
-    prompt_positions: np.ndarray | None = None
+    prompt_positions: np.ndarray | None = None  # those of the prompt, [rows, columns], if flat
 
 
 class BlockLayout:

@@ -26,19 +26,14 @@ tokens, take 1 to 2 % less time with 40 than with 10, and no less with 120."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """Adjacent rows of the cache that attend in one call.
-
-    Rows with fewer tokens than others repeat their last token as padding.
-
-    Attributes:
-        padded: Token of the run that each query is, [rows of the run, width]; None if all rows have
-            the same number of tokens.
-    """
+    """Adjacent rows that attend in one call, short ones padded by their last token."""
 
     rows: slice
     tokens: slice  # their tokens in the block, row after row
     counts: np.ndarray  # tokens of each row, [rows of the run]
     width: int  # queries per row
+    # Token of the run that each query is, [rows of the run, width]; None if all rows have the same
+    # number of tokens.
     padded: np.ndarray | None = None
     _orders: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
@@ -82,16 +77,12 @@ class Run:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedBlock:
-    """How the tokens of a packed block belong to the rows of the cache.
-
-    Attributes:
-        kept: Tokens of the block that the forward computes logits for, None for all of them.
-    """
+    """How the tokens of a packed block belong to the rows of the cache."""
 
     runs: list[tuple[Run, Block]]  # the runs, each with the block of its rows
     masks: dict[str, torch.Tensor]  # what the model gets as its masks, by kind, [1, 1, 1, 1] each
     places: np.ndarray  # place of each row's logits among those of the forward, [rows, width]
-    kept: np.ndarray | None = None
+    kept: np.ndarray | None = None  # tokens that the forward computes logits for, None for all
 
     def of_rows(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits by row, [1, any, vocab] to [rows, width, vocab], copied only if necessary.

@@ -46,8 +46,7 @@ class AdoptedCache(ColumnCache):
             trims: Whether layers with a window hold no more than the window.
             returned: Whether the caller sees the cache afterwards.
             num_columns: Columns of the prompt; None for as many as `original` holds.
-            is_fed: Whether the slots will be fed the prompt without its pads. They cannot be handed
-                back then.
+            is_fed: Whether slots will be fed the prompt without pads. None can be handed back then.
         """
         held = original.get_seq_length() if num_columns is None else num_columns
         super().__init__(num_rows, int(held))

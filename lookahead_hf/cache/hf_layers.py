@@ -87,11 +87,7 @@ def read(layer: Any) -> Content | None:
 
 
 def release(layer: Any, users: bool) -> None:
-    """Empty a layer until `fill`.
-
-    A static cache that the caller made keeps its tensors, whose addresses a compiled forward may
-    use.
-    """
+    """Empty a layer until `fill`; a caller's static one keeps its tensors' addresses."""
     if not (users and isinstance(layer, StaticLayer)):
         layer.keys = layer.values = None
         if isinstance(layer, INDEXED_LAYERS) and not isinstance(layer, StaticLayer):

@@ -16,16 +16,12 @@ from lookahead_hf.model.compat import HYBRID_LAYERS, Cache, DynamicLayer, EmptyL
 
 @dataclass(eq=False)
 class Extent:
-    """The slots of every row that are in use, and those that the attention reads.
-
-    Attributes:
-        shown: Slots that the attention sees in every forward; None: the slots in use.
-        starts: Lengths after the prompt, [rows], if all rows may be handed back where the slowest
-            one is, so that each must keep what that row sees; else None.
-    """
+    """The slots of every row that are in use, and those that the attention reads."""
 
     lengths: np.ndarray  # tokens of each row that are kept, [rows] int64
-    shown: int | None = None
+    shown: int | None = None  # slots that attention sees in every forward, None for those in use
+    # Lengths after the prompt, [rows], if all rows may be handed back where the slowest one is, so
+    # that each must keep what that row sees; else None.
     starts: np.ndarray | None = None
 
     @property
@@ -68,8 +64,7 @@ class Stores:
     def drop(self, counts: np.ndarray) -> None:  # [rows]
         """Drop the oldest tokens of every row and move the others to the front.
 
-        K, V and `dropped` are replaced together, so that an interrupt or lack of memory leaves a
-        layer whole.
+        K, V and `dropped` are replaced together: an interrupt or lack of memory harms no layer.
         """
         last, device = self.k_store.shape[1] - 1, self.k_store.device
         slots = torch.from_numpy(counts[:, None] + np.arange(last + 1)).clamp_(max=last)
@@ -411,8 +406,7 @@ class SlotCache(Cache):
     def compact(self, path: np.ndarray, counts: np.ndarray) -> None:
         """Move paths of the latest block to the front of it, in every layer.
 
-        `path` are the first `counts`, [rows], tokens of each row's block on its path, [rows, most]
-        int64.
+        `path`, [rows, most] int64, has `counts`, [rows], tokens of each row's block on its path.
         """
         for group in self.each_group():
             if group.layers:

@@ -14,9 +14,11 @@ from lookahead_hf.call.prepared import PreparedCall
 from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.model import compat, self_test
 from lookahead_hf.model.facts import facts_of, read
+from lookahead_hf.model.state import state_of
 from lookahead_hf.runner import attention, watch
 from lookahead_hf.runner.attention import SERVED
 from lookahead_hf.runner.processes import coordinator
+from lookahead_hf.utils import warn_caller
 
 MASK_KINDS = frozenset(
     {"full_attention", "indexed_attention", "sliding_attention", "chunked_attention"}
@@ -124,6 +126,20 @@ def _check_blocks(model: Any) -> None:
         return
     found, fix = self_test.refusal(model)
     _refuse_if(found, _MODEL, found, fix)
+
+
+def warn_of_rounding(model: Any) -> None:
+    """Warn once for each model whose checkpoint has it quantise activations.
+
+    Forwards of one token and of several round them to a coarse grid by other scales, so that tokens
+    change more often than in half precision.
+    """
+    if compat.rounds_activations(model) and state_of(model).is_first("quantised activations"):
+        warn_caller(
+            f"{type(model).__name__} quantises activations: a block of tokens rounds otherwise "
+            "than single tokens, so the speculative text can differ from that of plain generate",
+            UserWarning,
+        )
 
 
 def takes_flat(call: PreparedCall) -> bool:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -153,29 +150,6 @@ class GenerateArguments:
             config.stop_strings = None
         if getattr(of_model, "stop_strings", None) is not None:
             passed["stop_strings"] = None
-
-
-def check_name(
-    function: str,
-    name: str,
-    own: Iterable[str],
-    theirs: set[str],
-    elsewhere: Mapping[str, str] = MappingProxyType({}),
-) -> None:
-    """Raise ValueError if an unknown argument's name resembles one that a function takes.
-
-    `own` are the arguments that this library adds to the function, `theirs` its other ones, and
-    `elsewhere` further names that may be meant, with what to do instead.
-    """
-    options = [each.name for each in fields(SpeculativeConfig)]
-    known = {*own, *options, *theirs, *elsewhere}
-    meant = next(iter(difflib.get_close_matches(name, known, 1, cutoff=0.7)), None)
-    if meant is None or meant in theirs:
-        return
-    fix = f"did you mean {meant}=?"
-    if meant in options:
-        fix = f"pass speculative=SpeculativeConfig({meant}=...)"
-    raise ValueError(f"{function} has no argument {name!r}: {elsewhere.get(meant, fix)}")
 
 
 def wanted(

@@ -36,10 +36,7 @@ class RequestedOutputs:
     def __init__(
         self, generation_config: Any, num_rows: int, encoder_outputs: Any | None = None
     ) -> None:
-        """Read from a prepared generation config what to keep.
-
-        `encoder_outputs` is None for a model without an encoder.
-        """
+        """Read from a prepared generation config what to keep, also of an encoder, if any."""
         c = generation_config
         returned = bool(c.return_dict_in_generate)
         chosen = {"scores": returned and c.output_scores, "logits": returned and c.output_logits}
@@ -110,10 +107,6 @@ class ColumnStream:
     """Feeds a streamer plain's columns, one `put` each, from rows that advance by different counts.
 
     A column is put as soon as every row has a token for it; a finished row contributes pads.
-
-    Attributes:
-        is_heard: Whether there is a streamer.
-        num_begun: Columns that were put, including one at which the streamer raised.
     """
 
     def __init__(
@@ -125,8 +118,8 @@ class ColumnStream:
     ) -> None:
         """`spent`: called with the seconds that the streamer took for a column."""
         self._streamer, self._spent = streamer, spent
-        self.is_heard = streamer is not None
-        self.num_begun = 0
+        self.is_heard = streamer is not None  # whether there is a streamer
+        self.num_begun = 0  # columns that were put, including one at which the streamer raised
         self._pad = pad_token_id
         self._waiting: list[deque[int]] = [deque() for _ in range(num_rows)]
         self._finished = [False] * num_rows

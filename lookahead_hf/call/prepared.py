@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The arguments of a caller that concern speculation.
-
-    Attributes:
-        assistant_settings: Generation settings for assistants.
-    """
+    """The arguments of a caller that concern speculation."""
 
     config: SpeculativeConfig
     streamer: Any = None
@@ -32,7 +28,7 @@ class Request:
     assistant_model: Any = None
     assistant_tokenizer: Any = None
     use_mtp: bool = False  # whether the model's own layers draft, too
-    assistant_settings: Mapping[str, Any] = field(default_factory=dict)
+    assistant_settings: Mapping[str, Any] = field(default_factory=dict)  # of generation
     synced_gpus: bool = False  # as `generate` computes it
     prediction: Sequence[np.ndarray] | None = None  # the predicted text of every row, token ids
     encoder_inputs: torch.Tensor | None = None  # an encoder's inputs, [texts, ...]

@@ -338,8 +338,7 @@ def head_order(row_offsets, parents, counts):
 def tested_nodes(row_offsets, token_ids, parents, token_offsets, emitted):
     """Return what the text says about each node, [nodes] int8: 1 right, 0 wrong, -1 untested.
 
-    Children of the root and of right nodes are tested, verified or not, by the token after their
-    parent.
+    Children of the root and of right nodes are tested by the token after their parent.
     """
     outcome = np.full(len(token_ids), -1, np.int8)
     after = np.full(len(token_ids), -1, np.int64)

@@ -154,8 +154,7 @@ class Ensemble:
     ) -> None:
         """Give each source its rates in the calibration, which lists the sources in this order.
 
-        Tokens from `vocab_size` on and nodes beyond `max_new_tokens`, a number or [rows], are
-        dropped.
+        Tokens from `vocab_size` on are dropped, and nodes beyond `max_new_tokens`, also [rows].
         """
         self._sources = list(sources)
         for index, source in enumerate(sources):

@@ -67,6 +67,7 @@ def assemble(call: PreparedCall) -> BatchSession:
         None if constraint is None else constraint.shadow,
     )
     admission.admit_call(call)
+    admission.warn_of_rounding(model)
     shape = None
     if request.config.draft_invariant:
         shape = BlockShape(INVARIANT_WIDTH, call.num_new + INVARIANT_WIDTH)

@@ -18,17 +18,12 @@ from lookahead_hf.trace import PARTS, Trace, TraceNode, TraceRow, TraceStep
 
 
 class StatsRecorder:
-    """Counts the steps of every row, and times the phases of all rows together.
+    """Counts the steps of every row, and times the phases of all rows together."""
 
-    Attributes:
-        step_seconds: Time of the latest step without the drafting.
-        milliseconds: Time of each phase so far.
-    """
-
-    step_seconds = 0.0
+    step_seconds = 0.0  # time of the latest step without the drafting
 
     def __init__(self, num_rows: int) -> None:
-        self.milliseconds = dict.fromkeys(PARTS, 0.0)
+        self.milliseconds = dict.fromkeys(PARTS, 0.0)  # time of each phase so far
         self._before = 0.0
         self._budgets = Counter[int]()
         self._counts = np.zeros((4, num_rows), np.int64)

@@ -46,8 +46,7 @@ def finish_cache(session: BatchSession, columns: int) -> Any:
 def break_off(session: BatchSession) -> None:
     """Hand back a cache of the caller's after an exception.
 
-    It holds whole steps only and ends where the slowest row ends. A later call feeds the tokens
-    that it lacks.
+    It holds whole steps only and ends where the slowest row ends; a later call feeds the rest.
     """
     try:
         if session.call.returns_cache and session.runner.beginning is not None:

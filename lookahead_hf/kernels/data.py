@@ -78,29 +78,23 @@ class PathTable:
 
 
 class RowScan(NamedTuple):
-    """One pass over logits; verification reads `best`, and `topk_rows` reads everything.
+    """One pass over logits; verification reads `best`, and `topk_rows` reads everything."""
 
-    Attributes:
-        best: Greatest entry of every tile, packed by `_common.pack`, [rows, nodes, tiles] int64.
-        parts: Order keys of the greatest entries of `PART` entries each, [rows, nodes, parts]
-            int32; a tile has a whole number of parts.
-        sums: `sum(exp(entry - greatest entry))` of every tile, [rows, nodes, tiles] float32.
-    """
-
+    # Greatest entry of every tile, packed by `_common.pack`, [rows, nodes, tiles] int64
     best: torch.Tensor
+    # Order keys of the greatest entries of `PART` entries each, [rows, nodes, parts] int32; a tile
+    # has a whole number of parts.
     parts: torch.Tensor
+    # `sum(exp(entry - greatest entry))` of every tile, [rows, nodes, tiles] float32
     sums: torch.Tensor
 
 
 class TopKCounts(NamedTuple):
-    """How many entries `topk_rows` finds for which nodes of a step's trees.
+    """How many entries `topk_rows` finds for which nodes of a step's trees."""
 
-    Attributes:
-        walk: `TreeWalk.packed`, [rows, 2 + width] int64; all k are found where a path ends.
-        num_nodes: Drafted nodes of each row, behind which there is padding, [rows] integers.
-    """
-
+    # `TreeWalk.packed`, [rows, 2 + width] int64; all k are found where a path ends.
     walk: torch.Tensor
+    # Drafted nodes of each row, behind which there is padding, [rows] integers
     num_nodes: torch.Tensor
     few: int  # entries to find at all other nodes, at most k
 
@@ -119,15 +113,13 @@ class TreeWalk(NamedTuple):
     Node 0 is the row's last token, node `1 + i` its drafted node `i`. A path begins with node 0, so
     `path[:, i]` belongs `i` slots behind the row's last token, and a row keeps `num_accepted + 1`
     of the tokens that were fed.
-
-    Attributes:
-        packed: `num_accepted`, `bonus` and `path` side by side, [rows, 2 + 1 + nodes] int64: all
-            that the host needs.
-        best: Token chosen at each node, -1 where a row has no such node, [rows, 1 + nodes] int64;
-            None where tokens are not chosen at every node.
     """
 
+    # `num_accepted`, `bonus` and `path` side by side, [rows, 2 + 1 + nodes] int64: all that the
+    # host needs
     packed: torch.Tensor
+    # Token chosen at each node, -1 where a row has no such node, [rows, 1 + nodes] int64; None
+    # where tokens are not chosen at every node.
     best: torch.Tensor | None = None
     scan: RowScan | None = None  # a kernel's pass over the scores, if it was to be kept
 

@@ -16,29 +16,23 @@ from lookahead_hf.model import compat
 
 @dataclass(frozen=True)
 class Constraint:
-    """A processor that constrains each row by a grammar of its own.
-
-    Attributes:
-        shadow: Makes a row's grammar for drafting, independent of the processor's own.
-        alone: Makes a processor that does to a single row what the caller's does to this row of a
-            batch; None if that is unknown, so that only the caller's may be called.
-        advance: Moves such a state over a token, as the processor does.
-        columns: The attribute with the number of columns that the processor saw last, if any.
-    """
+    """A processor that constrains each row by a grammar of its own."""
 
     processor: Any  # the caller's processor, which has not been called yet
+    # Makes a row's grammar for drafting, independent of the processor's own
     shadow: Callable[[int], Grammar]
+    # Makes a processor that does to a single row what the caller's does to this row of a batch;
+    # None if that is unknown, so that only the caller's may be called.
     alone: Callable[[int], Any] | None = None
     matchers: str = ""  # the attribute with the processor's state of each row
-    advance: Callable[[Any, int], Any] | None = None
-    columns: str = ""
+    advance: Callable[[Any, int], Any] | None = None  # moves such a state over a token
+    columns: str = ""  # the attribute with the columns that the processor saw last, if any
 
     def settle(self, ids: torch.Tensor, scores: torch.Tensor, texts: Sequence[list[int]]) -> None:
         """Leave the caller's processor as plain generation leaves it, if its class is known.
 
         `ids` are the prompts as plain generation holds them, [rows, columns]; `scores`, [rows,
-        vocab] float32, are overwritten; `texts` are the tokens of each row that the processor would
-        have seen.
+        vocab] float32, are overwritten; `texts` are the tokens that it would have been shown.
         """
         if self.advance is None:
             return

@@ -13,12 +13,9 @@ class Grammar(Protocol):
 
     It starts before the first generated token. It decides no token: a wrong answer costs speed,
     never the text.
-
-    Attributes:
-        vocabulary: The key of the tokenizer; grammars with the same key share its texts.
     """
 
-    vocabulary: str
+    vocabulary: str  # the key of the tokenizer; grammars with the same key share its texts
 
     def texts(self) -> Sequence[bytes] | None:
         """Return the bytes of every token id, None if they are unknown."""
@@ -29,10 +26,7 @@ class Grammar(Protocol):
         ...
 
     def advance_text(self, text: bytes) -> int:
-        """Advance over a text in any tokenization.
-
-        Returns the number of steps for `back` to undo it; 0 if it is forbidden, and nothing moved.
-        """
+        """Advance over a text; return the steps for `back`, 0 if it is forbidden."""
         ...
 
     def back(self, steps: int) -> None:
@@ -57,10 +51,7 @@ class Grammar(Protocol):
 
 
 class LLGuidance:
-    """A matcher made from a grammar's text; see `Grammar`.
-
-    llguidance stops after the last byte of its grammar; one stop token may follow there.
-    """
+    """A matcher of a grammar's text, behind which one stop token may follow; see `Grammar`."""
 
     def __init__(self, tokenizer: Any, grammar: str) -> None:
         """Match a grammar of `LLMatcher.grammar_from_...`; ValueError if it is invalid.
@@ -183,10 +174,7 @@ _END = -1  # The state after the stop token, which an index has no number for
 
 
 class OutlinesCore:
-    """A path through an index, whose states are numbers; see `Grammar`.
-
-    An index knows which tokens are allowed, not what they stand for.
-    """
+    """A path through an index, which does not know what tokens stand for; see `Grammar`."""
 
     vocabulary = ""
 

@@ -14,10 +14,7 @@ from lookahead_hf.model.state import state_of
 
 
 class ModelFacts:
-    """Facts that would each take a walk over the modules.
-
-    Every call reads them when it begins, so that a change between calls counts.
-    """
+    """Facts that take a walk over the modules, read anew as each call begins."""
 
     def __init__(self, model: Any, named: Sequence[tuple[str, nn.Module]]) -> None:
         """Read a model; `named` are all of its modules, a shared one under each of its names."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Hashable
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
@@ -32,8 +34,7 @@ TOLERANCE, TOLERANCE_HALF = 0.01, 0.15
 """Largest difference allowed, in standard deviations of the logits; a wrong mask gives about 1."""
 
 TOLERANCE_CHAINS = 1e-3
-"""The same for a model with recurrent states. Rounding gives about 1e-5, an ignored state 2e-2 in a
-tiny Jamba."""
+"""The same for recurrent states. In a tiny Jamba rounding gives 1e-5, an ignored state 2e-2."""
 
 TREES = ((2, 0), (1, 2))
 """Right tokens in the drafts of two rows, step by step; a wrong token is drafted beside them."""
@@ -41,6 +42,9 @@ TREES = ((2, 0), (1, 2))
 CHAINS = ((3, 0, 2, 0, 1, 3, 2, 3), (1, 2, 0, 3, 0, 2, 3, 3))
 """The same in a model with recurrent states, more than `MOST_PENDING` in all. From the second step
 on a wrong token follows the right ones."""
+
+passed: WeakKeyDictionary[type, set[Hashable]] = WeakKeyDictionary()
+"""Kinds of models that have passed, by their class: the next one of a kind need not be tested."""
 
 logger = logging.getLogger(__name__)
 
@@ -58,22 +62,34 @@ def refusal(model: Any, is_flat: bool = False) -> tuple[str, str]:
     tests, key = state_of(model).self_tests, (numerics_of(model), is_flat)
     if key in tests:
         return tests[key], ""
+    kind, alike = _kind(model, key), passed.setdefault(type(model), set())
     try:
-        found = fault(model, is_flat)
+        found = "" if kind in alike else fault(model, is_flat)
     except OSError as error:  # not the model's fault, and it may be over soon
         return f"the self test failed: {error}", "call again"
     except (RuntimeError, MemoryError):
         return "there was no memory for the self test", "free some and call again"
     if not found or not (facts_of(model).is_hooked or watcher()):
         tests[key] = found
+    if not found and kind is not None:
+        alike.add(kind)
     return found, ""
+
+
+def _kind(model: Any, key: Hashable) -> Hashable | None:
+    """Return what is equal of models that share a verdict, None if this one may differ."""
+    modules = list(model.named_modules(remove_duplicate=False))
+    if facts_of(model).is_hooked or watcher() or any("forward" in vars(m) for _, m in modules):
+        return None
+    weights = frozenset((type(each), each.dtype) for each in model.parameters())
+    kinds = tuple((name, ref(type(module))) for name, module in modules)
+    return key, str(model.config.to_dict()), weights, kinds
 
 
 def fault(model: Any, is_flat: bool) -> str:
     """Run the self test of a model; return the fault, empty for none.
 
-    Exceptions count, since a call would meet them too; lack of memory and failures of the system
-    are raised.
+    Exceptions count, as a call would meet them too; lack of memory and system errors are raised.
     """
     name = type(model).__name__
     try:

@@ -182,8 +182,7 @@ def _match_len(text, place, context, equal, most):
 def _look_up(text, links, heads, context, shortest, scratch):
     """Fill `found` with the tokens that followed the context; return their number.
 
-    Occurrences are visited from the longest key down to `shortest`, except the ones that a longer
-    key finds too.
+    Occurrences are visited from the longest key down to `shortest`, none of them twice.
     """
     newest, occurrences, found = scratch
     occurrences[:] = 0

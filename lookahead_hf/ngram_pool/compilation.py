@@ -198,8 +198,7 @@ def request(
 ) -> None:
     """Have one process compile what is not on disk of some groups, in this order.
 
-    Between calls there is time to prepare numba for the functions. `is_awaited`: somebody waits for
-    the process.
+    Between calls there is time to prepare numba. `is_awaited`: somebody waits for the process.
     """
     wanted = [each for each in groups if each.pending and each.child is None]
     wanted = [each for each in wanted if each.is_available()]

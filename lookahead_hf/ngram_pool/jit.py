@@ -192,10 +192,7 @@ def key_of(name: str) -> str:
 
 @cache
 def _sources() -> str:
-    """Return a hash of what compiled functions are made of, whichever file they are in.
-
-    Times of files differ between copies of an image.
-    """
+    """Return a hash of the sources of compiled functions; times differ between copies."""
     digest = hashlib.sha256()
     with suppress(OSError):
         for file in sorted(each for name in _MADE_OF for each in _HERE.parents[1].glob(name)):
@@ -260,10 +257,7 @@ class _Implementation(CompileResultCacheImpl):
 
 
 class _Cache(FunctionCache):
-    """numba's cache on disk, which reads in all folders and saves in one.
-
-    A damaged file is written anew.
-    """
+    """numba's cache, read in all folders and saved in one, where damage is written anew."""
 
     _impl_class = _Implementation
 

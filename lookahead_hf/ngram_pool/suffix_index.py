@@ -118,8 +118,7 @@ class SuffixIndexes:
     ) -> tuple[np.ndarray, ...]:
         """Grow a tree after each of some other texts, from the texts of all rows; see `grow`.
 
-        A tree has the nodes of the first row before those of the next, so that the same path may
-        turn up again.
+        A tree has the first row's nodes before the next one's: the same path may turn up again.
         """
         num_rows = len(self._states)
         starts = np.empty((len(contexts), LONGEST_MATCH), np.int32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import functools
 import inspect
 import logging
@@ -17,7 +18,7 @@ from transformers import ContinuousBatchingConfig
 from transformers.utils.logging import tqdm
 
 from lookahead_hf import fallback, stats
-from lookahead_hf.call.arguments import check_name, wanted
+from lookahead_hf.call.arguments import wanted
 from lookahead_hf.call.prepared import Request
 from lookahead_hf.config import SpeculativeConfig, check_int
 from lookahead_hf.fallback import FallbackReason, Unserved
@@ -99,7 +100,7 @@ def call(
     settings = model.generation_config, ContinuousBatchingConfig()
     for name in kwargs.keys() - theirs:  # `generate_batch` ignores them
         if not any(hasattr(each, name) for each in settings):
-            check_name(original.__name__, name, OWN, theirs, ELSEWHERE)
+            _check_name(original.__name__, name, theirs)
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     given |= given.pop("kwargs", {})
     generation_config = given.get("generation_config")
@@ -124,6 +125,19 @@ def call(
         )
     with asking(BatchOptions(speculative=False)):
         return original(*args, **kwargs)
+
+
+def _check_name(function: str, name: str, theirs: set[str]) -> None:
+    """Raise ValueError if an unknown argument resembles one of this library's, not of `theirs`."""
+    options = [each.name for each in fields(SpeculativeConfig)]
+    known = {*OWN, *options, *theirs, *ELSEWHERE}
+    meant = next(iter(difflib.get_close_matches(name, known, 1, cutoff=0.7)), None)
+    if meant is None or meant in theirs:
+        return
+    fix = ELSEWHERE.get(meant, f"did you mean {meant}=?")
+    if meant in options:
+        fix = ELSEWHERE.get(meant, f"pass speculative=SpeculativeConfig({meant}=...)")
+    raise ValueError(f"{function} has no argument {name!r}: {fix}")
 
 
 def _manager(

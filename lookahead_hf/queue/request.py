@@ -34,14 +34,10 @@ from lookahead_hf.verification.walk import Rules
 
 @dataclass
 class LogProbs:
-    """The log probabilities of a text.
-
-    Attributes:
-        top: The likeliest tokens in the place of each new token, the likeliest first.
-    """
+    """The log probabilities of a text."""
 
     of_tokens: list[float] = field(default_factory=list)  # one per new token
-    top: list[dict[int, float]] = field(default_factory=list)
+    top: list[dict[int, float]] = field(default_factory=list)  # the likeliest tokens of each place
 
     def add(self, num_top: int, scores: Iterable[torch.Tensor], tokens: list[int]) -> None:
         """Add tokens, which were chosen by scores, [vocab] each."""
@@ -140,18 +136,15 @@ def own_objects(state: RequestState) -> frozenset[int]:
 
 @dataclass(eq=False)
 class QueuedRequest:
-    """One text of a run; what follows `objects` is None before it has a row.
-
-    Attributes:
-        num_top: How many of the likeliest tokens in every place have a log probability beside the
-            chosen one; None if no token has.
-    """
+    """One text of a run; what follows `objects` is None before it has a row."""
 
     state: RequestState
     seed: int
     names: frozenset[str] = frozenset()  # ids that cancel it: its own and that of its request
     objects: frozenset[int] = frozenset()  # see `own_objects`
     is_cancelled: bool = False  # whether nobody wants it any more
+    # How many of the likeliest tokens in every place have a log probability beside the chosen one;
+    # None if no token has.
     num_top: int | None = None
     call: PreparedCall | None = None
     rules: Rules | None = None
@@ -174,16 +167,12 @@ def _set_for_one(config: Any, name: str) -> Any:
 
 @dataclass(frozen=True)
 class RequestBuilder:
-    """Turns requests into calls of `generate`.
-
-    Attributes:
-        returns_log_probs: Whether tokens have log probabilities if a request does not say.
-    """
+    """Turns requests into calls of `generate`."""
 
     model: Any
     generation_config: Any  # the settings of requests that do not say otherwise
     request: Request  # how to speculate
-    returns_log_probs: bool = False
+    returns_log_probs: bool = False  # whether tokens have some if a request does not say
 
     def num_top(self, job: QueuedRequest) -> int | None:
         """Take the wish for log probabilities out of a request; ValueError if it is wrong."""
@@ -196,8 +185,7 @@ class RequestBuilder:
     def settings(self, job: QueuedRequest) -> dict[str, Any]:
         """Return the arguments of the call of `generate` that writes the text of a job.
 
-        ValueError if the prompt is no list of token ids, or a setting is unknown or the same for
-        the whole run.
+        ValueError if the prompt is no list of token ids, or a setting is unknown or the run's.
         """
         state, config = job.state, copy.deepcopy(self.generation_config)
         prompt = state.initial_tokens
@@ -270,6 +258,7 @@ class RequestBuilder:
         (call,) = calls
         check_settings(lambda name: _set_for_one(call.generation_config, name))
         admission.admit_call(call)
+        admission.warn_of_rounding(self.model)
         return call
 
     def rules(self, call: PreparedCall, seed: int, keeps_scores: bool = False) -> Rules:

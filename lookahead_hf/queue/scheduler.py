@@ -38,22 +38,20 @@ class Engine:
 
     `session.decode` decodes them together. Every text is the one that `generate` writes for its
     prompt alone; see `request_seed` for samples. Threads may add and cancel requests meanwhile.
-
-    Attributes:
-        hand_out: Takes an output; returns whether anybody hears of its text.
-        pauses: Waits while the run is paused; returns whether it was.
-        changed: Held while requests and outputs change hands, and notified of it.
     """
 
     builder: RequestBuilder  # turns requests into calls of `generate`; it has checked the model
     max_slots: int  # most texts that are decoded together
     max_batch_tokens: int | None  # most tokens of a step, None for any number
     seed: int  # the seed of the run
+    # Takes an output; returns whether anybody hears of its text.
     hand_out: Callable[[GenerationOutput], bool] = lambda output: True
     stops: Callable[[], bool] = lambda: False  # returns whether to give up the requests in progress
+    # Waits while the run is paused; returns whether it was.
     pauses: Callable[[], bool] = lambda: False
     waiting: deque[QueuedRequest] = field(default_factory=deque)  # texts that have not begun
     taken: set[QueuedRequest] = field(default_factory=set)  # texts in progress
+    # Held while requests and outputs change hands, and notified of it
     changed: threading.Condition = field(default_factory=threading.Condition)
     _num_texts: int = 0
 
@@ -78,10 +76,7 @@ class Engine:
             self.changed.notify_all()
 
     def cancel(self, name: str) -> None:
-        """Cancel the texts of a request by its id, or one text by the id of its result.
-
-        Nothing more is handed out of them.
-        """
+        """Cancel a request with all of its texts, or one text by its id; no output follows."""
         with self.changed:
             for job in (*self.waiting, *self.taken):
                 job.is_cancelled |= name in job.names
@@ -272,8 +267,7 @@ class Prompts:
     def renew(self) -> None:
         """Go on with weights that may have changed.
 
-        Texts go on with what they hold, which no other text may copy; prompts that are being read
-        begin again.
+        Texts go on with what they hold, which none may copy; prompts in the middle begin again.
         """
         self._runner.renew()
         self._held.clear()

@@ -76,11 +76,7 @@ STOPPED = "the run was stopped before this request was complete"
 
 @dataclass(frozen=True, slots=True)
 class QueueSession(Session):
-    """Decodes requests together; whenever a text ends, the next request takes its row.
-
-    Attributes:
-        setup: What `generate` sets up for steps, undone while prompts are read alone.
-    """
+    """Decodes requests together; whenever a text ends, the next request takes its row."""
 
     verifier: Walk
     prompts: Prompts  # what the rows hold of prompts
@@ -88,6 +84,7 @@ class QueueSession(Session):
     jobs: dict[int, QueuedRequest]  # the requests in progress by row
     most_new: np.ndarray  # most tokens that the text of each row may have, [rows] int64
     engine: Engine  # where requests come from and results go
+    # What `generate` sets up for steps, undone while prompts are read alone
     setup: ExitStack = field(default_factory=ExitStack)
 
     def start(self, stack: ExitStack) -> None:

@@ -83,17 +83,12 @@ class _Own:
 
 @dataclass(slots=True, eq=False)
 class ForwardContext:
-    """What the patches of a model read in one forward of ours.
-
-    Attributes:
-        mixers: Forwards of the mixers, by the id of the mixer.
-        made: Results that the layers of this forward share.
-    """
+    """What the patches of a model read in one forward of ours."""
 
     block: Block | PackedBlock | None = None  # what the tokens of the forward see
-    mixers: Mapping[int, Callable[..., Any]] = field(default_factory=dict)
+    mixers: Mapping[int, Callable[..., Any]] = field(default_factory=dict)  # by the id of the mixer
     layers: Any = None  # the step in which an engine computes layers, in the engine's own form
-    made: dict[Any, Any] = field(default_factory=dict)
+    made: dict[Any, Any] = field(default_factory=dict)  # results that layers share
 
 
 class _OfThread(threading.local):
@@ -110,10 +105,7 @@ def current() -> ForwardContext | None:
 
 @contextmanager
 def running(context: ForwardContext, device: torch.device) -> Iterator[None]:
-    """Run a forward of ours inside, on this thread.
-
-    On CUDA it does without cuDNN, which builds a plan for every new length of the cache.
-    """
+    """Run a forward inside, without cuDNN, which plans for every length of the cache."""
     outer = _thread.context
     _thread.context = context
     try:

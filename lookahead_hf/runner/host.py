@@ -303,16 +303,12 @@ class Runner:
 
 @dataclass(frozen=True, slots=True)
 class StepOptions:
-    """What a call asks of its steps.
-
-    Attributes:
-        takes_flat: Returns whether blocks may be flat, given whether kernels read prompts.
-        scoring: What it makes of the logits to choose by, None to choose the likeliest tokens.
-    """
+    """What a call asks of its steps."""
 
     model: Any  # the target
     num_rows: int  # rows of the batch
     num_new: int  # most new tokens of a row
+    # Returns whether blocks may be flat, given whether kernels read prompts
     takes_flat: Callable[[bool], bool]
     shape: BlockShape | None = None  # the shape of every block, None to fit each draft
     compiled_layers: bool | str = True  # as in `SpeculativeConfig`, and so is `cuda_graphs`
@@ -320,7 +316,7 @@ class StepOptions:
     is_alone: bool = True  # whether no other process runs parts of the forwards
     observes: bool = False  # whether the call reads further outputs of the forwards
     decides: bool = True  # whether the device is to choose the tokens
-    scoring: Scoring | None = None
+    scoring: Scoring | None = None  # makes scores of logits; None to take the likeliest tokens
 
 
 def choose(name: str, options: StepOptions) -> Runner:

@@ -106,15 +106,12 @@ def has_nan(logits: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutputs:
-    """A launched step.
-
-    Attributes:
-        hidden_states: The target's last ones, [rows, width, hidden], if a drafter reads them; valid
-            until the next step.
-    """
+    """A launched step."""
 
     logits: torch.Tensor  # the target's, [rows, width, vocab]; valid until the next step
     of_model: Any = None  # what the model's forward returned, None if the step stays on a device
+    # The target's last ones, [rows, width, hidden], if a drafter reads them; valid until the next
+    # step.
     hidden_states: torch.Tensor | None = None
 
     def count_nan(self) -> np.ndarray:
@@ -137,16 +134,11 @@ class DeviceOutputs(StepOutputs):
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The scores that a device chooses the tokens of a step from.
-
-    Attributes:
-        noise: Noise by depth, given with probabilities, [rows, depths, vocab].
-        is_finite: Whether all probabilities of a node are finite, [rows, width] int64.
-    """
+    """The scores that a device chooses the tokens of a step from."""
 
     values: torch.Tensor  # processed logits, or probabilities, [rows, width, vocab]
-    noise: torch.Tensor | None = None
-    is_finite: torch.Tensor | None = None
+    noise: torch.Tensor | None = None  # by depth, beside probabilities, [rows, depths, vocab]
+    is_finite: torch.Tensor | None = None  # whether a node's probabilities are, [rows, width] int64
 
 
 Scoring = Callable[[Rows, DraftTree, torch.Tensor], Scores]

@@ -29,8 +29,7 @@ def prefill(
     """Run the prompt as plain `generate` does, and let the runner take over its cache.
 
     `before_steps` is called after the forward, before the steps are prepared. `shown` are arguments
-    of all forwards, by which they return more than the call asks for. Returns the forward's
-    outputs.
+    of all forwards, which return more by them. Returns the forward's outputs.
     """
     passed, position_ids = {**shown, **call.passed}, call.position_ids  # of the empty cache
     if _may_be_fed(runner, call, passed):

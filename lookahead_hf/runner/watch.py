@@ -61,8 +61,7 @@ def attention_of(name: str, module: nn.Module) -> tuple[Any, bool]:
 def is_hooked(module: nn.Module) -> bool:
     """Return whether hooks of a module do something now.
 
-    transformers leaves some that only act in a forward whose hidden states or attentions are
-    collected.
+    transformers leaves some that only act where hidden states or attentions are collected.
     """
     return compat.is_hooked(module) or (compat.is_recording() and any(compat.hooks_of(module)))
 

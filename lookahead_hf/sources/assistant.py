@@ -82,10 +82,7 @@ class AssistantModel:
         self._runner.keep(-counts)
 
     def read_on(self, chains: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Read each row's next tokens in one forward; return the logits, [rows, width, vocab].
-
-        Place i follows a row's i-th token.
-        """
+        """Read each row's next tokens; return the logits behind each, [rows, width, vocab]."""
         for row, chain in enumerate(chains):
             if chain:
                 self._rows.emit(row, chain[0])

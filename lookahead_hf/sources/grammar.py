@@ -81,9 +81,8 @@ class Whitespace:
     def learn(self, text: bytes) -> None:
         for char in text:
             if self._is_quoted:
-                is_end = char == _QUOTE and not self._is_escaped
+                self._is_quoted = char != _QUOTE or self._is_escaped
                 self._is_escaped = char == _ESCAPE and not self._is_escaped
-                self._is_quoted = not is_end
                 self._last = char
             elif char in _SPACE:
                 self._space += bytes([char])
@@ -106,10 +105,7 @@ class Whitespace:
     def before(self, char: int, text: bytes) -> bytes:
         """Return what usually stands before a structural character after the unread `text`."""
         depth = self._depth - (char in _CLOSING)
-        for bracket in _OPENING:
-            depth += text.count(bracket)
-        for bracket in _CLOSING:
-            depth -= text.count(bracket)
+        depth += sum(map(text.count, _OPENING)) - sum(map(text.count, _CLOSING))
         key = _place(text[-1] if text else self._last, char)
         return self._usual.get((key, depth), self._default.get(key, b""))
 
@@ -123,7 +119,6 @@ def _place(last: int, char: int) -> int:
 
 _STRUCTURE = [bytes([char]) for char in b':,"}]{[']
 _MOST_ALLOWED = 64
-
 
 MOST_SECONDS = 0.5
 """Most time of the processor for one step of a row. An answer takes as long as the text is that a
@@ -258,9 +253,7 @@ class Growth:
     def _following(self, before: bytes) -> tuple[bytes, int]:
         """Return the text that follows, with usual whitespace, and its number of certain bytes."""
         probe, text, certain, is_certain, moved = self._probe, b"", 0, True, 0
-        while self._vocabulary is not None and len(text) < MOST_BYTES:
-            if probe.grammar.ended():
-                break
+        while self._vocabulary is not None and len(text) < MOST_BYTES and not probe.grammar.ended():
             piece = probe.forced_text(MOST_BYTES - len(text))
             if not piece:
                 is_certain = False
@@ -331,14 +324,9 @@ OPERATIONS = 24
 """Operations of the grammar per node of the draft after which nothing more is grown. Each takes 1
 to 5 us, so the refinement takes far less time than a forward."""
 
-Entry = tuple[int, int]  # A source and a bucket
-
 
 class Refinement(RowDraft):
-    """The nodes of one row while they are pruned and grown.
-
-    The score of a node is its chance after its parent, 0 if the grammar forbids it.
-    """
+    """A row's nodes while they are pruned and grown, scored by their chance after a parent."""
 
     def __init__(self, tree: DraftTree, row: int, source: int, rates: np.ndarray) -> None:
         """Begin with the nodes of a row; the drafter is number `source`, with `rates` by bucket."""
@@ -346,7 +334,7 @@ class Refinement(RowDraft):
         nodes, evidence = tree.row(row), tree.evidence
         assert evidence is not None
         self._source, self._rates = source, rates.tolist()
-        self.entries: list[list[Entry]] = []
+        self.entries: list[list[tuple[int, int]]] = []  # a source and a bucket each
         self._given: dict[int, list[int]] = {}  # the nodes to check below each node
         parents = tree.parents[nodes]
         paths = np.append(tree.score[nodes], 1.0)  # the last one is the root's
@@ -426,8 +414,7 @@ class _Row:
 class GrammarDrafter(Refiner):
     """Refines the draft of all other sources by the grammar that each text has to obey.
 
-    It proposes nothing alone: a text that a grammar forces often begins where another source's
-    guess ends.
+    It proposes nothing alone: forced text often begins where another source's guess ends.
     """
 
     name: ClassVar[str] = "grammar"

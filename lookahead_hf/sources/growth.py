@@ -43,10 +43,7 @@ class Likeliest:
 
 
 class Drawn:
-    """Draws one token per place, for rejection sampling.
-
-    A drawn token must not decide how far a draft goes, so all of them have one class.
-    """
+    """Draws one token per place for rejection sampling, all of one class: none sways a draft."""
 
     def __init__(self, vocab_size: int | None, processors: Sequence[Any]) -> None:
         """Shape the distribution by those of the call's processors that only read the scores."""
@@ -55,10 +52,7 @@ class Drawn:
         self._generator: torch.Generator | None = None
 
     def pick(self, logits: torch.Tensor, rows: np.ndarray, places: np.ndarray) -> Picked:
-        """Draw the tokens of the places; see `Likeliest.pick`.
-
-        A separate generator draws, which starts from one draw of the default one.
-        """
+        """Draw the tokens of the places by a generator of its own; see `Likeliest.pick`."""
         probs = self._distributions(logits[torch.from_numpy(rows), torch.from_numpy(places)])
         if self._generator is None:
             seed = int(torch.randint(2**62, ()))

@@ -165,8 +165,7 @@ class MedusaDrafter(HeadsDrafter):
             vocab_size: Token ids of the target; higher ids are never drafted.
 
         Raises:
-            ValueError: An option is out of its range, or the file does not hold Medusa-1 heads of
-                this model.
+            ValueError: An option is out of its range, or the file has no such heads of this model.
         """
         check_int("medusa: top_k", top_k, 1, MOST_TOKENS)
         heads = MedusaHeads(target, path)

@@ -30,9 +30,6 @@ class Window:
     Column i of level j is 1 + i + j places after the last token. It follows the columns up to i of
     level 0 and the earlier levels of its column. What the target writes after the last level is the
     next one.
-
-    Attributes:
-        levels: The guessed tokens, [levels, columns].
     """
 
     def __init__(self, context: np.ndarray, shape: tuple[int, int], num_kept: int) -> None:
@@ -42,7 +39,7 @@ class Window:
         """
         self._num_kept, self._random = num_kept, np.random.default_rng(len(context))
         self._ngrams: dict[int, list[tuple[int, ...]]] = {}
-        self.levels = self._pieces(context, *shape)
+        self.levels = self._pieces(context, *shape)  # the guessed tokens, [levels, columns]
         self._collect(context, len(context))
 
     def after(self, token: int) -> list[tuple[int, ...]]:

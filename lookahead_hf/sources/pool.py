@@ -54,8 +54,7 @@ class PoolDrafter(Drafter):
             tokenizer: The target's tokenizer or processor, if the caller passed it.
 
         Raises:
-            ValueError: An option has a wrong type or range, or the pool belongs to another
-                tokenizer.
+            ValueError: An option is wrong, or the pool belongs to another tokenizer.
         """
         if not isinstance(pool, NgramPool):
             raise ValueError(f"pool must be an NgramPool (`open_pool` opens a file), not {pool!r}")

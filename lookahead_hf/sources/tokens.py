@@ -79,10 +79,7 @@ class Bridge:
 
 
 def differ(target_tokenizer: Any, assistant_tokenizer: Any) -> bool:
-    """Return whether two tokenizers, if both are given, have different tokens for the same ids.
-
-    ValueError if only the assistant's is given.
-    """
+    """Return whether two tokenizers differ; ValueError if the target's alone is missing."""
     if assistant_tokenizer is not None and target_tokenizer is None:
         raise ValueError(
             "assistant_tokenizer= needs tokenizer= beside it, the target's: drafts are translated "

@@ -86,16 +86,12 @@ class SavedGenerator:
 
 
 class Replay:
-    """A generator that can return to the state before any of its draws.
-
-    Attributes:
-        at: Draws before the present state.
-    """
+    """A generator that can return to the state before any of its draws."""
 
     def __init__(self, generator: torch.Generator, begin: torch.Tensor) -> None:
         self.generator = generator
         self.generator.set_state(begin)
-        self.at = 0
+        self.at = 0  # draws before the present state
         self._states = [begin]  # of every `_CHECKPOINT` draws
 
     def back_to(self, draw: int) -> None:
@@ -212,10 +208,7 @@ class Noise:
         self._replay = Replay(generator, begin)
 
     def block(self, step: int) -> torch.Tensor:
-        """Return the noise that plain draws at a step, [rows, vocab] float32; do not write to it.
-
-        Step 0 is the one that follows the prefill.
-        """
+        """Return plain's noise at a step, 0 after the prefill, [rows, vocab] float32; read only."""
         if step not in self._blocks:
             self._go_to(step)
             self._draw()
@@ -238,8 +231,7 @@ class Noise:
     def pick(self, probs: torch.Tensor, row: int, step: int) -> int:
         """Return the token that plain picks for a row with these probabilities, [vocab], at a step.
 
-        This copies to the host once. RuntimeError, with torch's own message, if they are not
-        finite.
+        This copies to the host once. RuntimeError, as of torch, if they are not finite.
         """
         best = (probs / self.block(step)[row]).max(-1)
         ratio, token = torch.stack([best.values.double(), best.indices.double()]).tolist()

@@ -31,8 +31,7 @@ def rejecting(rules: Rules) -> DecideStep:
     """Return how the rows of a sampled batch decide by `DraftTree.probs`.
 
     Drawn siblings come first, in the order in which they were drawn. A node without probabilities
-    counts as drawn with probability 1, which is correct for any token. The default generator
-    decides.
+    counts as drawn with probability 1, correct for any token. The default generator decides.
     """
     processors = rules.processors
     is_simple = processors.all_known and admits(processors) and not rules.emitter.outputs.chooses

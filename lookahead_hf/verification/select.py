@@ -33,10 +33,7 @@ def engine_of(device: torch.device) -> str:
 
 
 def scoring(verifier: Verifier) -> Scoring | None:
-    """Return what the device makes of logits to choose by.
-
-    None if it chooses the likeliest tokens, or does not decide.
-    """
+    """Return what the device makes of logits; None if it decides nothing or by the likeliest."""
     if not isinstance(verifier, Walk) or verifier.name != DEVICE or verifier.rules.takes_likeliest:
         return None
     rules = verifier.rules

@@ -22,13 +22,9 @@ from lookahead_hf.verification.noise import Noise, OwnGenerators, refuse_unless
 
 
 class Verifier:
-    """Decides which draft tokens are accepted, and emits the tokens of each step.
+    """Decides which draft tokens are accepted, and emits the tokens of each step."""
 
-    Attributes:
-        name: The engine's name in statistics.
-    """
-
-    name = ""
+    name = ""  # the engine's name in statistics
 
     def __init__(self, processes: Processes | None = None) -> None:
         """`processes`: who decides if several of them run the model."""
@@ -68,15 +64,11 @@ class Verifier:
 
 
 class Choice(NamedTuple):
-    """What follows a node of a row.
-
-    Attributes:
-        stops: Whether the text ends with the token; None to ask the stopping criteria.
-    """
+    """What follows a node of a row."""
 
     token: int  # the next token
     child: int | None = None  # the child of the node with this token, None if there is none
-    stops: bool | None = None
+    stops: bool | None = None  # whether the text ends with the token; None to ask the criteria
 
 
 Decide = Callable[[int], Choice]  # Chooses what follows a node of one row
@@ -89,21 +81,14 @@ def reads_wait(device: torch.device) -> bool:
 
 @dataclass(eq=False, slots=True)
 class Rules:
-    """How tokens are chosen for a call's rows. A queued request is a one-row call in any row.
+    """How tokens are chosen for a call's rows. A queued request is a one-row call in any row."""
 
-    Attributes:
-        processors: Logits processors and warpers, applied to a node with its own prefix.
-        in_order: Whether the default generator itself draws, for tokens chosen in plain's order.
-        seed: Samples are plain's after `manual_seed(seed)`; None: as the default generator draws.
-        generators: What unknown processors and criteria of a request draw from.
-    """
-
-    processors: RowProcessors
+    processors: RowProcessors  # processors and warpers, applied to a node with its own prefix
     emitter: Emitter  # emits the tokens
     do_sample: bool = False  # whether tokens are sampled; otherwise the likeliest is chosen
-    in_order: bool = False
-    seed: int | None = None
-    generators: OwnGenerators | None = None
+    in_order: bool = False  # whether the default generator draws, token by token in plain's order
+    seed: int | None = None  # samples are plain's after `manual_seed(seed)`, if there is one
+    generators: OwnGenerators | None = None  # what unknown parts of a request draw from
     noise: Noise | None = None  # what samples are chosen by, unless they are drawn in order
 
     @property
@@ -296,10 +281,7 @@ class Walk(Verifier):
         return self._walk(rows, self._decide_step(self.rules_of, rows, draft, logits))
 
     def _walk(self, rows: Rows, decider: Callable[[int], Decide]) -> Verdict:
-        """Walk down the tree of every live row, each by its own function.
-
-        An exception ends the text of its row in a queue, and the call in a batch.
-        """
+        """Walk down every live row's tree; an error ends the text in a queue, else the call."""
         live = rows.live
         tokens: list[list[int]] = [[] for _ in range(rows.num_rows)]
         paths: list[list[int]] = [[] for _ in range(rows.num_rows)]

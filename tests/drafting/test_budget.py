@@ -278,15 +278,6 @@ def test_a_padded_step_is_filled_with_nodes(sizes: tuple[int, ...]) -> None:
     assert {0, max(sizes)} <= chosen
 
 
-def test_many_rows_are_offered_fewer_nodes_each() -> None:
-    offered = [
-        Budget("auto", 64, CostModel(), rows_of(count), FixedRunner()).most_nodes
-        for count in (1, 8, 32)
-    ]
-    assert offered == [64, 48, 12]
-    assert Budget(40, 64, CostModel(), rows_of(32), FixedRunner()).most_nodes == 40
-
-
 @pytest.mark.parametrize("size", [0, 5, 64])
 def test_a_fixed_budget_drafts_that_much_in_every_step(size: int) -> None:
     run = simulate(steep, setting=size, accepts=lambda step: 0.0, steps=40)

@@ -143,7 +143,7 @@ def test_flash_attention_is_left_to_the_kernel(
     """On the CPU alone: there are stand-ins for its own kernels."""
     model = tiny_eager("gpt_oss", torch.device("cpu"))
     flash = with_flash(model, "flash_attention_3", monkeypatch)
-    assert self_test.refusal(model) == ("", "")  # asked here, unless another model has passed
+    assert self_test.refusal(model) == ("", "")  # with forwards, unless another one has passed
     calls.clear()
     stats = run(model, ragged(model.device), model.device)
     assert stats.engine == "device"

@@ -7,10 +7,12 @@ import functools
 import logging
 from abc import ABC, abstractmethod
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import lookahead_hf
 from lookahead_hf.call import admission
@@ -23,18 +25,26 @@ from tests.helpers.models import left_padded, prompt, tiny
 
 @pytest.fixture
 def unknown(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A model of an unknown type."""
+    """A model of an unknown type, of whose kind none has passed."""
     monkeypatch.setattr(self_test, "TRIED", frozenset())
+    monkeypatch.setattr(self_test, "passed", WeakKeyDictionary())
     return tiny("llama")
 
 
-def test_a_sound_model_is_tested_once(unknown: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_sound_model_of_a_kind_is_tested_once(
+    unknown: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level(logging.INFO, "lookahead_hf")
     assert self_test.refusal(unknown) == ("", "")
     assert "in its self test LlamaForCausalLM differed by" in caplog.text
-    caplog.clear()
-    assert self_test.refusal(unknown) == ("", "")
-    assert not caplog.text
+    odd = tiny("llama")
+    odd.model.layers[1].mlp.forward = lambda *_: 1 / 0
+    assert "ZeroDivisionError" in self_test.refusal(odd)[0]
+    monkeypatch.setattr(LlamaMLP, "forward", lambda *_: 1 / 0)  # no forward works any more
+    for model in (unknown, tiny("llama")):
+        assert self_test.refusal(model) == ("", "")
+    for other in (tiny("llama", num_hidden_layers=1), tiny("llama").double()):
+        assert "ZeroDivisionError" in self_test.refusal(other)[0]
 
 
 def test_a_model_that_fails_is_tested_once_and_says_why(

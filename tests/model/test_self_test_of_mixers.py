@@ -40,6 +40,7 @@ def test_unknown_mixers_get_tokens_one_by_one() -> None:
 def test_a_limit_of_time_steps_makes_mixers_get_tokens_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(self_test, "passed", {})
     changed = {"time_step_limit": (0.3, 2.0)}
     assert harsh_gap("bamba", 20, **changed) < 1e-4
     monkeypatch.setattr(compat, "takes_blocks", lambda _: True)

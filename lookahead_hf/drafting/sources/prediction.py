@@ -127,8 +127,7 @@ class Alignment:
     def _is_renaming(self, place: Place, text: np.ndarray) -> bool:
         """Learn what replaced a part of the prediction, once the text is back at `place`.
 
-        A part that the same tokens replaced twice is taken for a name and replaced in the whole
-        rest.
+        A part that the same tokens replaced twice is taken for a name, and replaced from here on.
         """
         if self._gap is None or place.right < SURE:
             return False

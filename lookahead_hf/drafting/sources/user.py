@@ -29,11 +29,7 @@ class UserDrafter(Drafter):
     """Wraps a user's object that has `propose` and perhaps other members of a `Drafter`."""
 
     def __init__(self, drafter: Any, vocab_size: int | None = None, draws: bool = True) -> None:
-        """Read the object's name and traits once.
-
-        Probabilities are checked only if rejection sampling `draws`. Errors of the object
-        propagate.
-        """
+        """Read name and traits once; rejection sampling (`draws`) needs checked probabilities."""
         self.wrapped = drafter
         self._vocab_size, self._draws = vocab_size, draws
         self.name = drafter_name(drafter)  # type: ignore[misc]
@@ -84,8 +80,7 @@ class UserDrafter(Drafter):
 def checked(tree: Any, num_rows: int, num_buckets: int) -> DraftTree:
     """Return a user's tree with arrays of the right types; `depth` and `score` are not read.
 
-    Unknown token ids are no error: merging drops them. ValueError if the parts of the tree do not
-    fit.
+    Unknown token ids are no error: merging drops them. ValueError if parts of it do not fit.
     """
     if not isinstance(tree, DraftTree):
         raise ValueError(f"propose() must return a DraftTree, not {type(tree).__name__}")

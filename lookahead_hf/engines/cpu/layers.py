@@ -121,10 +121,7 @@ class CompiledLayers:
         return None if is_stock else execution.FUNCTIONS
 
     def run(self, forward: Callable[[], Any]) -> tuple[Any, LayerStep]:
-        """Run a forward with the kernels; return its outputs, and the step.
-
-        Broken if the forward has to run without the kernels.
-        """
+        """Run a forward with the kernels; return outputs and step, or raise Broken."""
         context = current()
         assert context is not None
         with shared_change(self._users, self._install, self._remove):

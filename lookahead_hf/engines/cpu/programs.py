@@ -34,17 +34,13 @@ class Place(NamedTuple):
 
 @dataclass
 class Program:
-    """Operations of a layer, the fields to fill in, and what must stay as it was.
-
-    Attributes:
-        buffers: Numbers per token in each buffer of the layer.
-    """
+    """Operations of a layer, the fields to fill in, and what must stay as it was."""
 
     watch: Watch  # the modules whose code the operations replace
     ops: list[dict[int, int]] = field(default_factory=list)  # the constant fields of each operation
     weights: list[torch.Tensor] = field(default_factory=list)  # the parameters
     places: list[Place] = field(default_factory=list)  # fields that hold addresses
-    buffers: dict[str, int] = field(default_factory=dict)
+    buffers: dict[str, int] = field(default_factory=dict)  # numbers per token of each
     dtype: torch.dtype = torch.float32  # dtype of all parameters
     size: int = 0  # numbers per token of the input
     outputs: int = 0  # the same for the output of a lone linear layer

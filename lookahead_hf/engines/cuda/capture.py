@@ -175,9 +175,6 @@ def _noting_waits() -> Iterator[list[str]]:
 
 
 def recorder_for(device: torch.device) -> CudaRecorder | None:
-    """Return what captures steps on a device, None where nothing can.
-
-    ROCm's libraries set themselves up once per stream, which no capture allows.
-    """
+    """Return what captures steps, if anything can: ROCm sets itself up for each stream."""
     can_capture = device.type == "cuda" and not torch.version.hip and not _is_broken
     return CudaRecorder(device) if can_capture else None

@@ -63,16 +63,12 @@ def capacity_for(slots: int) -> int:
 
 @dataclass(eq=False)
 class GraphSet:
-    """The graphs of one model and one kind of call.
-
-    Attributes:
-        stores: K and V of every layer, by groups of layers.
-    """
+    """The graphs of one model and one kind of call."""
 
     key: tuple[Any, ...]  # what calls on the set have in common
     capacity: int  # most tokens of a text
     state: StepState  # lengths, positions and drafts
-    stores: list[list[tuple[torch.Tensor, torch.Tensor]]]
+    stores: list[list[tuple[torch.Tensor, torch.Tensor]]]  # K and V by groups of layers
     tables: list[PathTable]  # the same, for compaction
     recorder: CudaRecorder  # captures the steps
     recordings: dict[Step, Recording] = field(default_factory=dict)  # the captured steps

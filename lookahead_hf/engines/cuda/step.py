@@ -37,8 +37,7 @@ class DraftViews(NamedTuple):
 def pack(rows: Rows, draft: DraftTree, lengths: np.ndarray, width: int) -> np.ndarray:
     """Return a step's draft as one array, int64, of which `_views` are the fields.
 
-    `lengths` are the tokens of each row in the cache, [rows]; `width` those per row, padding
-    included.
+    `lengths` are the tokens of each row in the cache, [rows]; `width` those fed, with padding.
     """
     assert width <= MAX_WIDTH, "a token has one bit in the words of the others"
     packed = np.zeros(_size(rows.num_rows, width), np.int64)

@@ -97,10 +97,7 @@ Jamba ignore the state, Zamba 2 and Nemotron-H limit time steps."""
 
 
 def takes_blocks(mixer: nn.Module) -> bool:
-    """Return whether a mixer treats several tokens as it would treat them one by one.
-
-    A limit of time steps holds for several tokens alone.
-    """
+    """Return whether a mixer treats several tokens as single ones: no limit of time steps."""
     package, _, name = type(mixer).__module__.rpartition(".models.")
     limit = tuple(getattr(mixer, "time_step_limit", None) or (0.0, math.inf))
     return package == "transformers" and name.split(".")[0] in _WHOLE and limit == (0.0, math.inf)

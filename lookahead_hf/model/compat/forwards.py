@@ -145,6 +145,20 @@ def is_offloaded(module: nn.Module) -> bool:
     return "_hf_hook" in vars(module)
 
 
+_ROUNDING = re.compile(
+    r"'quant_method': [^,]*'(fp8|fbgemm_fp8|bitnet|fp_quant)'|load_in_8bit': True"
+    r"|'activations': (?!None)|input_activations('?: |=)(?!None)|(Dynamic|Static)Activation"
+)
+"""What the fields of a `quantization_config` show if activations are quantised, too."""
+
+
+def rounds_activations(model: Any) -> bool:
+    """Return whether a model's checkpoint has it quantise activations."""
+    config = getattr(model.config, "quantization_config", None) or {}
+    fields = str(config if isinstance(config, dict) else vars(config))
+    return bool(_ROUNDING.search(fields)) and "'dequantize': True" not in fields
+
+
 VERSION = transformers.__version__
 
 IS_TESTED = SpecifierSet(TRANSFORMERS).contains(VERSION, prereleases=True)
@@ -332,10 +346,7 @@ _SELECTS_LONG_FACTORS = version.parse(transformers.__version__) >= version.parse
 
 
 def reads_lengths(model: nn.Module) -> bool:
-    """Return whether a forward reads the longest position back, which no graph can capture.
-
-    Since 5.23, long factors no longer do.
-    """
+    """Return whether a forward reads the longest position back, which no graph captures."""
     kinds = set(rope_limits(model))
     return bool(kinds - {"longrope"} if _SELECTS_LONG_FACTORS else kinds)
 

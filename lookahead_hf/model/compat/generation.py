@@ -107,8 +107,7 @@ def set_up_for_step(model: Any, num_rows: int, width: int) -> AbstractContextMan
     """Return the context of a step's forward on `num_rows` rows of `width` tokens.
 
     On an accelerator plain `generate` copies the weights of each token's experts ("batched_mm").
-    That is fast for a few single tokens; a block takes many times the memory and time of
-    "grouped_mm".
+    That is fast for single tokens; a block takes many times what "grouped_mm" takes.
     """
     if width > 1 or num_rows > MOST_GATHERED or not _gathers_experts(model):
         return nullcontext()
@@ -123,10 +122,7 @@ def _gathers_experts(model: Any) -> bool:
 
 
 def has_own_generate(model: Any) -> bool:
-    """Return whether the model's class has a `generate` of its own.
-
-    It may change settings, and may pass the call to a part of the model.
-    """
+    """Return whether a model's class has a `generate`, which may change settings or model."""
     return bool(type(model).generate is not GenerationMixin.generate)
 
 
@@ -209,8 +205,7 @@ SERVERS_QUEUE, SERVERS_QUEUE_CONFIG = "_cb", "_cb_config"
 requests of a model, and its configuration, in the state of all models."""
 
 OUTLINES_GUIDES, OUTLINES_MATCHERS = "_guides", "_matchers"
-"""Where outlines' logits processors keep the state of each row: those for outlines-core and for
-xgrammar."""
+"""Where outlines' processors keep the state of each row: for outlines-core and for xgrammar."""
 
 
 def bytes_per_token(model: Any) -> int:

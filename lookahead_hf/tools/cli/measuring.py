@@ -87,8 +87,7 @@ def measure(
 
     `ways` are the arguments that each system adds to the `shared` ones of `generate`. `seed` is
     that of the first batch; every further batch has the next number. At first the first batch runs
-    untimed, if that `prepares` what later calls find. CommandError if a speculative call ran plain
-    `generate`.
+    untimed, if that `prepares` what later calls find. CommandError if plain `generate` ran instead.
     """
     for extra in ways.values() if prepares else ():
         timed_call(model, batches[0].inputs | shared | extra, seed)

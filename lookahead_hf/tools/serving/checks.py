@@ -68,10 +68,7 @@ REFUSED: Mapping[str, Mapping[str, tuple[tuple[Any, ...], str]]] = {
 
 
 def parsed(body: bytes) -> dict[str, Any]:
-    """Return the fields of a request.
-
-    ValueError if it is no object of JSON, in which numbers are finite and texts are Unicode.
-    """
+    """Return a request's fields; ValueError if it is no object of finite, Unicode JSON."""
 
     def refuse(name: str) -> float:
         raise ValueError(f"{name} is no number of JSON")

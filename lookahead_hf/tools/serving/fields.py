@@ -85,47 +85,45 @@ class ServedRequest:
     """One request: how to generate its answer, and how that went.
 
     The event loop and the generating thread share it; each attribute is written by one of them.
-
-    Attributes:
-        speculative: A configuration, False for plain decoding, None for the server's default.
-        length: The field that sets the length of its answer, None if the server does.
-        log_probs: How many of the likeliest tokens in every place of the answer have a log
-            probability, too; None if no token has.
-        tools: The tools of which the answer calls one, by name, with the JSON schemas of their
-            parameters; None if it need not call any.
-        template: How the server finds the call of a tool in the answer, None if it need not.
-        is_alone: Whether it asks for what cannot be decoded beside others, `speculative` left out.
-        stats: The statistics, None before the end and after plain decoding.
-        places: The tokens of its answer with their log probabilities, as OpenAI's API has them.
-        over: Set when nobody waits any more; of the event loop `loop`.
-        when_over: Called in the event loop when nobody waits any more.
     """
 
+    # A configuration, False for plain decoding, None for the server's default
     speculative: SpeculativeConfig | bool | None = None
     prediction: str | None = None  # the text that the client expects
     samples: bool = False  # whether it asks for a sample
     media: str | None = None  # the type of its first part that is no text, such as a picture
+    # The field that sets the length of its answer, None if the server does
     length: str | None = None
     seed: int | None = None  # its seed, None for random numbers of the server's
     stop: tuple[str, ...] = ()  # the texts that end its answer
     presence_penalty: float = 0.0  # what a token that the answer has loses
+    # How many of the likeliest tokens in every place of the answer have a log probability, too;
+    # None if no token has.
     log_probs: int | None = None
     schema: str | None = None  # the JSON schema of the answer, None for any text
+    # The tools of which the answer calls one, by name, with the JSON schemas of their parameters;
+    # None if it need not call any.
     tools: Mapping[str, Any] | None = None
+    # How the server finds the call of a tool in the answer, None if it need not
     template: Mapping[str, Any] | None = None
+    # Whether it asks for what cannot be decoded beside others, `speculative` left out
     is_alone: bool = False
     is_cancelled: bool = False  # whether nobody waits for it any more
     has_begun: bool = False  # whether the first token was generated
     generates: bool = False  # whether `generate` was called
     refusal: str | None = None  # why it is not answered
     status: int = 400  # the status of the refusal
+    # The statistics, None before the end and after plain decoding
     stats: SpeculativeStats | None = None
     unfinished_end: str = ""  # the end of a stream's text that is no whole character
+    # The tokens of its answer with their log probabilities, as OpenAI's API has them
     places: list[dict[str, Any]] = field(default_factory=list)
     streams: bool = False  # whether its answer is a stream
     grammar: Any = None  # the processor that obeys its schema or tools, once it is compiled
+    # Set when nobody waits any more; of the event loop `loop`.
     over: asyncio.Event = field(default_factory=asyncio.Event)
     loop: asyncio.AbstractEventLoop | None = None
+    # Called in the event loop when nobody waits any more
     when_over: Callable[[], object] = lambda: None
 
     def end(self, refusal: str | None = None, status: int = 400) -> None:
@@ -147,15 +145,11 @@ STOPPING = "the server is stopping: ask again later"
 
 
 class Live:
-    """The requests of a server that are not answered yet.
-
-    Attributes:
-        is_ending: Whether no more are served.
-    """
+    """The requests of a server that are not answered yet."""
 
     def __init__(self) -> None:
         self.requests: set[ServedRequest] = set()
-        self.is_ending = False
+        self.is_ending = False  # whether no more are served
 
     def end(self) -> None:
         """End all requests, also from a handler of a signal."""

@@ -244,8 +244,7 @@ _logger = logging.getLogger(__name__)
 class Entrance:
     """An ASGI middleware that admits requests, and ends those for which nobody waits any more.
 
-    Clients have to show the `key`, unless it is None; `live` holds the requests that are not
-    answered yet.
+    Clients have to show the `key`, unless it is None; `live` holds unanswered requests.
     """
 
     def __init__(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -85,19 +84,6 @@ def test_where_the_kernel_attends_one_graph_serves_all_lengths(
     assert stats.execution == "replayed"
     assert 1 < len(recorder.recordings) == len(kept.recordings)
     assert attends[False] and not attends[True]
-
-
-def test_a_mask_that_a_layer_reads_has_no_more_slots_than_are_used(
-    attends: Counter[bool], made: list[TapeRecorder], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(graphs, "LEAST_VISIBLE", 32)
-    turns = itertools.cycle([True, False])  # of two layers
-    monkeypatch.setattr(attention, "kernel_is_faster", lambda *_: next(turns))
-    model = tiny("llama", num_hidden_layers=2)
-    assert compare(model, padded("left")).execution == "replayed"
-    (kept,) = graphs.graphs_of(model).sets
-    assert {visible for _, visible, _ in kept.recordings} == {32, 64, 128}
-    assert attends[False]
 
 
 def test_sampled_steps_are_captured_up_to_the_logits(made: list[TapeRecorder]) -> None:

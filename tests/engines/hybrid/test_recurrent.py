@@ -186,6 +186,7 @@ def test_draft_invariant_bits(model_type: str) -> None:
 
 
 def test_a_mixer_that_forgets_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_test, "passed", {})
     model = build("qwen3_5_text")
     behind = hybrid.ReplayMixer._behind_waiting
 

@@ -59,6 +59,9 @@ def test_an_interrupted_run_shows_what_there_is(
     shown = run(*words(folder))
     assert "interrupted" in shown.err and "code edit, plain" in shown.out  # of the demo's prompts
     assert shown.out.count("1 of 1") == 2 * 3
+    calls[:] = [()]  # five calls of the first group, half of the second
+    shown = run("analyze", written("l.jsonl", COPY, NEW), "--model", folder, "--new-tokens", "16")
+    assert "interrupted" in shown.err and "copy: " in shown.out and "new: " not in shown.out
 
 
 def test_settings_are_measured_on_the_model(folder: str, run: Run) -> None:

@@ -170,10 +170,7 @@ def release_tiles(typing, room, tiles):
 
 @intrinsic
 def configure(typing, room, rows, columns, tiles):
-    """Load a configuration for `rows` rows of a weight and `columns` tokens.
-
-    At `room` are STATE bytes, which stay the thread's.
-    """
+    """Load a configuration for rows and tokens; the STATE bytes at `room` stay the thread's."""
 
     def generate(context, builder, signature, arguments):
         room, rows, columns, _ = arguments

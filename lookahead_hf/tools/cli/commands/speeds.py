@@ -120,7 +120,8 @@ def ANALYZE(arguments: SimpleNamespace, screen: Screen) -> None:
     batches = _batches(stage, prompts, 1)
     runs = _measured(stage, batches, ways, 1, prepares=False)  # a pool would learn what it is
     about, lines = machine(stage.model), summarize(runs)
-    groups = [finding(group, lines) for group in prompts]
+    measured = dict.fromkeys(run.family for run in runs)  # not all, after an interrupt
+    groups = [finding(group, lines) for group in measured]
     screen.result({"about": about, "lines": [asdict(line) for line in lines], "groups": groups})
     _show(about, lines, screen)
     for each in groups:
@@ -174,12 +175,13 @@ def _measured(
     prepares: bool = True,
 ) -> list[Run]:
     """Time every batch in every round; an interrupt returns the runs so far."""
-    label, total = f"measuring ({len(ways)} calls per batch and round)", rounds * len(batches)
+    label = f"measuring ({len(ways)} calls per batch and round)"
     runs: list[Run] = []
-    given = stage.model, batches, ways, stage.generation, rounds, stage.seed, prepares
     try:
-        with stage.screen.task(label, total) as advance:
-            for measured in measure(*given):
+        with stage.screen.task(label, rounds * len(batches)) as advance:
+            for measured in measure(
+                stage.model, batches, ways, stage.generation, rounds, stage.seed, prepares
+            ):
                 runs = measured
                 advance()
     except KeyboardInterrupt:
