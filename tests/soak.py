@@ -4,8 +4,8 @@
 
 Requests have random settings, seeds, stop strings, schemas and predictions; some are streams, and
 some clients leave. Each finished text has to be the one that the server wrote for the same request
-without speculation, while nobody else asked. At the end no thread more may be alive, and 3 % more
-memory than after the first minute; `make soak` lets the threads of clients share heaps.
+without speculation, while nobody else asked. At the end, the memory may be 3 % above that after the
+first minute, and no thread more may be alive.
 """
 
 from __future__ import annotations
