@@ -4,9 +4,8 @@
 
 Requests have random settings, seeds, stop strings, schemas and predictions; some are streams, and
 some clients leave. Each finished text has to be the one that the server wrote for the same request
-without speculation, while nobody else asked. At the end no thread more may be alive, and memory may
-be 3 % above that after the first minute. With a heap for each of the clients' threads, which are in
-this process, glibc would keep more, so `make soak` sets MALLOC_ARENA_MAX=2.
+without speculation, while nobody else asked. At the end, the memory may be 3 % above that after the
+first minute, and no thread more may be alive.
 """
 
 from __future__ import annotations
