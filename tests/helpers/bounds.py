@@ -52,9 +52,8 @@ def check_layer(workspace: Workspace, layer: CompiledLayer, num_tokens: int, flo
         at: weight.untyped_storage() for at, weight in enumerate(own.weights)
     }
     memory |= {name: workspace._buffer(name, own).untyped_storage() for name in own.buffers}
-    check_bounds(
-        own, workspace._ops[layer.first : layer.first + len(own.ops)], memory, num_tokens, floats
-    )
+    ops = workspace._flat.reshape(-1, fields.OP_FIELDS)[layer.first :][: len(own.ops)]
+    check_bounds(own, ops, memory, num_tokens, floats)
 
 
 def check_plan(plan: Plan, rows: int, capacity: int) -> None:
