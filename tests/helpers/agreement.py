@@ -124,13 +124,13 @@ def compare_requests(model: Any, call: RandomCall, tally: Tally) -> None:
     texts = [[token for token, kept in zip(*row, strict=True) if kept] for row in rows]
     settings = dict(call.settings)
     settings.pop("prefix_allowed_tokens", None)
-    config = requests.settings(model, max_new_tokens=call.max_new_tokens, **settings)
 
     def objects() -> dict[str, Any]:
         given = call.arguments(torch.tensor(call.prompt, device=random_calls.device))
         return {name: given[name] for name in OBJECTS if name in given}
 
     try:
+        config = requests.settings(model, max_new_tokens=call.max_new_tokens, **settings)
         plain = [
             requests.alone(model, text, config, at, **objects()) for at, text in enumerate(texts)
         ]

@@ -131,7 +131,7 @@ class ServedRequest:
         if self.is_cancelled:
             return
         if refusal is not None and self.refusal is None:
-            self.refusal, self.status = refusal, status
+            self.refusal, self.status = refusal[:MOST_SAID], status
         self.is_cancelled = True
         if self.loop is not None:
             self.loop.call_soon_threadsafe(self._end)
@@ -141,6 +141,7 @@ class ServedRequest:
         self.when_over()
 
 
+MOST_SAID = 1000  # Characters of an answer to a request that is refused
 STOPPING = "the server is stopping: ask again later"
 
 

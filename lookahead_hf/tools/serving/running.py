@@ -36,6 +36,8 @@ from lookahead_hf.verification import noise
 
 STOP_SECONDS = 10.0  # The longest wait for the thread of a queue, which ends within a step
 
+USUAL_LENGTH = 1024  # New tokens of a text whose request says nothing, as in transformers' server
+
 _OF_SERVER = (
     *("max_new_tokens", "eos_token_id", "use_cache", "cache_implementation"),
     *("transformers_version", "num_return_sequences", "continuous_batching_config", "speculative"),
@@ -69,22 +71,27 @@ def add_to_call(
 
 
 def _fit(request: ServedRequest, config: Any, num_prompt: int, model: Any, limits: Limits) -> None:
+    is_pair = model.config.is_encoder_decoder
+    if config.max_new_tokens is None and not is_pair:  # of a `generation_config`
+        asked = USUAL_LENGTH if config.max_length is None else config.max_length - num_prompt
+        if asked < 1:
+            why = f"max_length={config.max_length} leaves no room behind {num_prompt} tokens"
+            raise ValueError(f"{why} of the prompt: ask for max_new_tokens")
+        config.max_new_tokens, config.max_length = asked, None
     most = limits.tokens
-    if most is None and not model.config.is_encoder_decoder:
+    if most is None and not is_pair:
         most = getattr(compat.text_config(model), "max_position_embeddings", None)
     if not isinstance(most, int) or most <= 0:
         return
     room, asked = most - num_prompt, config.max_new_tokens
-    if asked is None and config.max_length is not None:
-        asked = config.max_length - num_prompt
     if room < 1 or (request.length is not None and asked is not None and asked > room):
         new = f" and {asked} new ones" if request.length is not None and room > 0 else ""
         raise ValueError(
             f"a prompt of {num_prompt} tokens{new} needs more than the {most} that a text may have "
             "here: shorten it, or ask for fewer tokens"
         )
-    if config.max_new_tokens is not None:
-        config.max_new_tokens = min(config.max_new_tokens, room)
+    if asked is not None:
+        config.max_new_tokens = min(asked, room)
 
 
 class Running:
@@ -140,7 +147,7 @@ class Running:
         """Start a queue, unless requests have to be decoded one after the other."""
         self.queue = None
         config = copy.deepcopy(model.generation_config)
-        config.max_new_tokens = config.max_new_tokens or 1024  # each request brings its own
+        config.max_new_tokens = config.max_new_tokens or USUAL_LENGTH  # each request brings its own
         try:
             engine, _ = engine_of(model, self.config, BatchOptions(), config, self._batching)
         except (Unserved, ValueError) as error:
@@ -168,7 +175,11 @@ class Running:
                 _logger.exception("a request failed")
                 request.end(FAILED, 500)
             if not request.is_cancelled:
-                work()
+                # In turn with whoever registers the handler of a stream, which does so afterwards.
+                if request.loop is None:
+                    work()
+                else:
+                    request.loop.call_soon_threadsafe(work)
 
         return self._compilers.submit(compile_first)
 

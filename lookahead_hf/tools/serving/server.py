@@ -274,8 +274,7 @@ class Entrance:
                 return
             if live.is_ending:
                 raise Refused(STOPPING, 503)
-            if sum(not each.has_begun for each in live.requests) >= self._limits.waiting:
-                raise Refused("too many requests are waiting: try again later", 429)
+            self._check_waiting(1)
             live.requests.add(request)
             try:
                 body = await self._read(scope, receive)
@@ -320,6 +319,12 @@ class Entrance:
         except asyncio.TimeoutError:
             raise Refused(f"the request was not sent in {self._limits.seconds:g} seconds") from None
 
+    def _check_waiting(self, num_new: int) -> None:
+        """Refuse so many texts, of which a request may ask for several, if too many wait."""
+        waiting = sum(not each.has_begun for each in self._live.requests)
+        if waiting + num_new > self._limits.waiting:
+            raise Refused("too many requests are waiting: try again later", 429)
+
     async def _serve(
         self, scope: Scope, body: bytes, request: ServedRequest, receive: Receive, send: Send
     ) -> None:
@@ -344,6 +349,7 @@ class Entrance:
         requests = [each for each, _ in taken]
         answer, live = Answer(requests, num_prompts), self._live.requests
         live.discard(request)
+        self._check_waiting(len(requests))
         live.update(requests)
 
         async def watch() -> None:

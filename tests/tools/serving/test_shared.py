@@ -137,6 +137,14 @@ def test_each_request_has_its_own_settings(served: Served) -> None:
     assert not totals(served.model).fallbacks
 
 
+@pytest.mark.parametrize("own", [{}, {"speculative": False}])
+def test_a_length_counts_the_prompt(served: Served, own: dict[str, Any]) -> None:
+    length = {"generation_config": json.dumps({"max_length": 100, "eos_token_id": None})}
+    status, answer = served.post(CHAT, {**said("Hello"), **length, **own})
+    assert status == 200, answer
+    assert json.loads(answer)["usage"]["total_tokens"] == 100
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_text_is_cut_before_its_stop(served: Served, stream: bool) -> None:
     whole = served.text()
@@ -250,6 +258,7 @@ def test_limits_are_told(strict: Served) -> None:
     for fields, status, why in (
         (said("x" * 10_000), 413, "has 0.01 MB at most"),
         ({**said("x"), **nested(100)}, 400, "a schema has 1 KB at most"),
+        ({**said("x"), "n": 3}, 429, "too many requests are waiting"),
     ):
         found = strict.post(CHAT, fields, **key)
         assert found[0] == status and why in found[1]
