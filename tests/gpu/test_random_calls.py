@@ -37,6 +37,7 @@ def test_every_call_gets_what_plain_gives_it(
     caplog.set_level("ERROR", "transformers")
     monkeypatch.setattr(agreement, "assert_same", same)
     monkeypatch.setattr(random_calls, "WIDE", wide)
+    monkeypatch.setattr(random_calls, "device", device)  # back to the CPU for other tests
     monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "ieee")
     tally, failed = Tally(), list[str]()
 
