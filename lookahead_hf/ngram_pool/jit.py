@@ -114,6 +114,19 @@ def compile_here() -> None:
         return _dynfunc.make_function(module, name[1], "", 0, environment, (library,))
 
     CPUContext.get_executable = get_executable
+    add = JITCodeLibrary.add_ir_module
+
+    def add_ir_module(library: Any, module: Any) -> None:
+        for function in module.functions:
+            if function.blocks:
+                set.add(function.attributes, _WIDE)
+        add(library, module)
+
+    JITCodeLibrary.add_ir_module = add_ir_module
+
+
+_WIDE = '"prefer-vector-width"="512"'
+"""Lets loops use the widest vectors, where LLVM would halve them for some of Intel's processors."""
 
 
 def _set_layout(library: Any, module: Any) -> None:

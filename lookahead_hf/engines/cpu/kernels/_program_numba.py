@@ -152,14 +152,14 @@ def _multiply(op, tokens, piece, scratch, room, after, kind, lanes, tiles):
     _product(w, first, last, size, x, tokens, scratch, pitch, rest, room, after, kind, lanes, tiles)
     bias, flavour, factor = op[BIAS], op[FLAVOUR], float_of(op[FACTOR])
     slots = longs(longs(op[PLAN])[SLOTS]) if op[MODE] == TO_SLOTS else longs(0)
+    for t in range(tokens if bias else 0):
+        total, b = numbers(scratch + t * pitch * 4, _SINGLE), numbers(bias + first * width, kind)
+        for i in range(count):
+            total[i] += wide(b[i])
+    if flavour != NO_ACTIVATION:
+        activate(scratch, tokens * pitch, flavour, kind)
     for t in range(tokens):
         total = numbers(scratch + t * pitch * 4, _SINGLE)
-        if bias:
-            b = numbers(bias + first * width, kind)
-            for i in range(count):
-                total[i] += wide(b[i])
-        if flavour != NO_ACTIVATION:
-            activate(scratch + t * pitch * 4, count, flavour, kind)
         row = slots[t] if op[MODE] == TO_SLOTS else t
         to = numbers(op[TARGET] + (row * stride + first) * width, kind)
         if op[MODE] != ADD:
@@ -188,19 +188,19 @@ def _gate(op, tokens, piece, scratch, room, after, kind, lanes, tiles):
         w, first, last, size, x, tokens, scratch, pitch, rest, room, between, kind, lanes, tiles
     )
     _product(w2, first, last, size, x, tokens, other, pitch, rest, room, after, kind, lanes, tiles)
+    for t in range(tokens if op[BIAS] else 0):
+        a, c = numbers(scratch + t * pitch * 4, _SINGLE), numbers(op[BIAS] + first * width, kind)
+        for i in range(count):
+            a[i] += wide(c[i])
+    activate(scratch, tokens * pitch, flavour, kind)
     for t in range(tokens):
         a = numbers(scratch + t * pitch * 4, _SINGLE)
         b = numbers(other + t * pitch * 4, _SINGLE)
-        if op[BIAS]:
-            c = numbers(op[BIAS] + first * width, kind)
-            for i in range(count):
-                a[i] += wide(c[i])
         if op[BIAS_2]:
             d = numbers(op[BIAS_2] + first * width, kind)
             for i in range(count):
                 b[i] += wide(d[i])
         to = numbers(op[TARGET] + (t * stride + first) * width, kind)
-        activate(scratch + t * pitch * 4, count, flavour, kind)
         for i in range(count):
             to[i] = narrow(a[i] * near(b[i], kind), kind)
 

@@ -55,13 +55,15 @@ from lookahead_hf.engines.cpu.kernels.tiles import (
 )
 from lookahead_hf.ngram_pool.jit import jit_inner_numbers
 
-BLOCKS = 4  # Most blocks of up to 16 tokens that a tile of rows is multiplied by at a time
+BLOCKS = 2  # Most blocks of up to 16 tokens that rows are multiplied by at a time
 
 CHUNK = 20 * 1024
 """Bytes of packed tokens that stay in a core's first cache while rows pass by. Tokens from the
 second cache are not free: they compete with the weight on its way from memory."""
 
-GROUP = 64  # Most rows that pass by one chunk of tokens, whose sums are kept meanwhile
+PAIR = 2 * TILE  # Rows that are multiplied at a time, while there are as many
+
+GROUP = 2 * PAIR  # Most rows that pass by one chunk of tokens, whose sums are kept meanwhile
 
 SUMS_AT = STATE + TILE_BYTES
 """Where sums are in a thread's room: behind its state and a tile for the end of rows."""
@@ -69,7 +71,7 @@ SUMS_AT = STATE + TILE_BYTES
 ROOM = SUMS_AT + GROUP // TILE * BLOCKS * TILE_BYTES
 """Bytes of a thread's room, packed tokens aside."""
 
-_by_1, _by_2, _by_3, _by_4 = (tile_dots(count) for count in range(1, BLOCKS + 1))
+_1x1, _1x2, _2x1, _2x2 = (tile_dots(rows, blocks) for rows in (1, 2) for blocks in (1, 2))
 
 
 @register_jitable
@@ -108,27 +110,31 @@ def pack(x, tokens, size, out):
         out += of_block
 
 
+# fmt: off
 @jit_inner_numbers
-def _multiply(
-    w, length, x, by, blocks, columns, steps, tail, c, is_first, ahead, rows, room, tiles
-):
-    if blocks == 1:
-        _by_1(w, length, x, by, columns, steps, tail, c, is_first, ahead, rows, room, tiles)
-    elif blocks == 2:
-        _by_2(w, length, x, by, columns, steps, tail, c, is_first, ahead, rows, room, tiles)
-    elif blocks == 3:
-        _by_3(w, length, x, by, columns, steps, tail, c, is_first, ahead, rows, room, tiles)
+def _dots(w, length, x, by, blocks, columns, steps, tail, c, new, ahead, asks, rows, room, tiles):
+    if rows == PAIR:
+        if blocks == 1:
+            _2x1(w, length, x, by, columns, steps, tail, c, new, ahead, asks, rows, room, tiles)
+        else:
+            _2x2(w, length, x, by, columns, steps, tail, c, new, ahead, asks, rows, room, tiles)
+    elif blocks == 1:
+        _1x1(w, length, x, by, columns, steps, tail, c, new, ahead, asks, rows, room, tiles)
     else:
-        _by_4(w, length, x, by, columns, steps, tail, c, is_first, ahead, rows, room, tiles)
+        _1x2(w, length, x, by, columns, steps, tail, c, new, ahead, asks, rows, room, tiles)
+# fmt: on
 
 
 @jit_inner_numbers
 def _group(
     w, length, rows, size, x, blocks, tokens, columns, out, stride, room, ahead, asks, tiles
 ):
-    """Multiply up to GROUP rows by up to BLOCKS blocks of tokens, chunk by chunk."""
+    """Multiply up to GROUP rows by up to BLOCKS blocks of tokens, chunk by chunk.
+
+    `asks` quarters of as many lines come from memory meanwhile, from `ahead` on.
+    """
     by, steps = bytes_of_block(size, columns), size // STEP
-    chunk = max(1, CHUNK // (blocks * columns * 64))
+    chunk = max(1, CHUNK // (blocks * columns * 64)) if rows > PAIR else max(1, steps)
     parts = max(1, (steps + chunk - 1) // chunk)
     chunk = (steps + parts - 1) // parts
     start = 0
@@ -137,26 +143,30 @@ def _group(
         is_last = start + count == steps
         tail = size % STEP if is_last else 0
         is_first, at_x = 1 if start == 0 else 0, x + start * TILE * columns * 4
-        c = room + SUMS_AT
-        for row in range(0, rows, TILE):
-            height = min(TILE, rows - row)
+        c, row = room + SUMS_AT, 0
+        while row < rows:
+            height = PAIR if rows - row >= PAIR else min(TILE, rows - row)
             at = w + row * length + start * 64
-            asked = ahead if asks else at
             if height < TILE:
                 configure(room, height, columns, tiles)
-            _multiply(
-                at, length, at_x, by, blocks, columns, count, tail, c, is_first, asked, height,
-                room, tiles,
+            _dots(
+                at, length, at_x, by, blocks, columns, count, tail, c, is_first, ahead, asks,
+                height, room, tiles,
             )  # fmt: skip
             if height < TILE:
                 configure(room, TILE, columns, tiles)
-            ahead += count * TILE_BYTES
-            if is_last:
-                for first in range(0, tokens, columns):
-                    to = out + (first * stride + row) * 4
-                    filled = min(columns, tokens - first)
-                    store_tile(c + first // columns * TILE_BYTES, filled, to, stride * 4, height)
-            c += blocks * TILE_BYTES
+            num_tiles = (height + TILE - 1) // TILE
+            ahead += num_tiles * count * asks * TILE_BYTES // 4
+            for tile in range(num_tiles):
+                if is_last:
+                    filled, first_row = min(TILE, height), row + tile * TILE
+                    for block in range(blocks):
+                        first = block * columns
+                        to = out + (first * stride + first_row) * 4
+                        some = min(columns, tokens - first)
+                        store_tile(c + block * TILE_BYTES, some, to, stride * 4, filled)
+                c += blocks * TILE_BYTES
+            row += height
         start += count
         if is_last:
             break
@@ -183,9 +193,11 @@ def product_by_tiles(w, length, rows, size, x, tokens, out, stride, room, after,
             first = start * columns
             to, filled = out + (first * stride + row) * 4, min(some * columns, tokens - first)
             at_x = x + start * bytes_of_block(size, columns)
+            asked = 4 * each // passes
+            asks = 4 * (each + 1) // passes - asked
             _group(
-                at, length, count, size, at_x, some, filled, columns, to, stride, room, ahead,
-                each == 0, tiles,
+                at, length, count, size, at_x, some, filled, columns, to, stride, room,
+                ahead + asked * count * length // 4, asks, tiles,
             )  # fmt: skip
             start += some
 

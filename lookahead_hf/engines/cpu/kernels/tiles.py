@@ -191,19 +191,20 @@ def configure(typing, room, rows, columns, tiles):
     return types.void(*[types.int64] * 3, tiles), generate
 
 
-def tile_dots(num_b: int) -> Any:
-    """Make a function that multiplies 16 rows of a weight by `num_b` tiles of tokens, 1 to 4.
+def tile_dots(num_a: int, num_b: int) -> Any:
+    """Make a function that multiplies tiles of a weight by tiles of tokens, 1 or 2 of each.
 
     The function reads row r at `w + r * w_stride` and block b of tokens, as `pack_tokens` writes it
-    with `columns` tokens, at `x + b * x_stride`: `steps` tiles each. Tile b of the result,
-    [16][16] float32, is at `c + b * 1024`; unless `is_first`, products are added to what is there.
-    Strides are bytes.
+    with `columns` tokens, at `x + b * x_stride`: `steps` tiles each. Tile a of rows by block b,
+    [16][16] float32, is at `c + (a * num_b + b) * 1024`; unless `is_first`, products are added to
+    what is there. Strides are bytes.
 
-    With every tile of the weight it asks memory for as many lines, from `ahead` on. If `tail` is
-    not 0, there is a last tile of `tail` numbers (1 to 31): tiles have no masks, so its `rows` rows
-    are copied to the room behind the state, with zeros behind them.
+    With every tile of the weight it asks memory for lines from `ahead` on: `asks` quarters of as
+    many as the tile has. If `tail` is not 0, there is a last tile of `tail` numbers (1 to 31):
+    tiles have no masks, so its rows are copied to the room behind the state, with zeros behind
+    them. A single tile has `rows` rows.
     """
-    a_tile, sums = ROWS_AT[0], SUMS[:num_b]
+    sums = [SUMS[a * num_b : (a + 1) * num_b] for a in range(num_a)]
 
     @intrinsic
     def multiply(
@@ -218,55 +219,70 @@ def tile_dots(num_b: int) -> Any:
         c,
         is_first,
         ahead,
+        asks,
         rows,
         room,
         tiles,
     ):
         def generate(context, builder, signature, arguments):
-            w, w_stride, x, x_stride, columns, steps, tail, c, is_first, ahead, rows, room, _ = (
-                arguments
-            )
+            w, w_stride, x, x_stride, columns, steps, tail, c, is_first, *rest = arguments
+            ahead, asks, rows, room, _ = rest
             emit = _Tiles(context, builder, room, tiles)
-            firsts = [builder.add(x, builder.mul(x_stride, int64(b))) for b in range(num_b)]
+            blocks = [builder.add(x, builder.mul(x_stride, int64(b))) for b in range(num_b)]
+            heights = [builder.mul(w_stride, int64(TILE * a)) for a in range(num_a)]
             b_row = builder.mul(columns, int64(4))
             b_tile = builder.mul(b_row, int64(TILE))
-            places = [builder.add(c, int64(TILE_BYTES * b)) for b in range(num_b)]
+            totals = [(n, builder.add(c, int64(TILE_BYTES * n))) for n in range(num_a * num_b)]
 
-            def add_products(at_b: Any) -> None:
-                for b, total in enumerate(sums):
-                    tokens = TOKENS_AT[b % 2]
-                    emit.load(tokens, builder.add(firsts[b], at_b), b_row)
-                    emit.add_products(total, a_tile, tokens)
+            def add_products(at_b: Any, load_rows: Any) -> None:
+                for a, rows_at in enumerate(ROWS_AT[:num_a]):
+                    load_rows(a, rows_at)
+                    for b, tokens_at in enumerate(TOKENS_AT[:num_b]):
+                        if a == 0:
+                            emit.load(tokens_at, builder.add(blocks[b], at_b), b_row)
+                        emit.add_products(sums[a][b], rows_at, tokens_at)
 
             with builder.if_else(builder.icmp_unsigned("!=", is_first, int64(0))) as (new, old):
                 with new:
-                    for total in sums:
+                    for total, _ in totals:
                         emit.zero(total)
                 with old:
-                    for total, place in zip(sums, places, strict=True):
+                    for total, place in totals:
                         emit.load(total, place, int64(64))
+            quarter = num_a * TILE // 4
             with cgutils.for_range(builder, steps, intp=I64) as loop:
-                at_a = builder.mul(loop.index, int64(2 * STEP))
-                emit.load(a_tile, builder.add(w, at_a), w_stride)
-                asked = builder.add(ahead, builder.mul(loop.index, int64(TILE * 64)))
-                for line in range(TILE):
-                    prefetch(builder, builder.add(asked, int64(line * 64)))
-                add_products(builder.mul(loop.index, b_tile))
+                at_a = builder.add(w, builder.mul(loop.index, int64(2 * STEP)))
+                asked = builder.mul(builder.mul(loop.index, asks), int64(quarter * 64))
+                with cgutils.for_range(builder, asks, intp=I64) as inner:
+                    first = builder.mul(inner.index, int64(quarter * 64))
+                    first = builder.add(builder.add(ahead, asked), first)
+                    for line in range(quarter):
+                        prefetch(builder, builder.add(first, int64(line * 64)))
+
+                def load_rows(a: int, rows_at: int) -> None:
+                    emit.load(rows_at, builder.add(at_a, heights[a]), w_stride)
+
+                add_products(builder.mul(loop.index, b_tile), load_rows)
             with builder.if_then(builder.icmp_unsigned("!=", tail, int64(0)), likely=False):
                 first = builder.add(w, builder.mul(steps, int64(2 * STEP)))
                 copied = builder.add(room, int64(STATE))
-                with cgutils.for_range(builder, rows, intp=I64) as loop:
-                    source = builder.add(first, builder.mul(w_stride, loop.index))
-                    bits = load_bits(builder, source, int64(0), 2, STEP, tail)
-                    to = pointer_at(builder, copied, loop.index, 64, bits.type)
-                    builder.store(bits, to, align=2)
-                emit.load(a_tile, copied, int64(64))
-                add_products(builder.mul(steps, b_tile))
-            for total, place in zip(sums, places, strict=True):
+                height = rows if num_a == 1 else int64(TILE)
+
+                def copy_rows(a: int, rows_at: int) -> None:
+                    of_tile = builder.add(first, heights[a])
+                    with cgutils.for_range(builder, height, intp=I64) as loop:
+                        source = builder.add(of_tile, builder.mul(w_stride, loop.index))
+                        bits = load_bits(builder, source, int64(0), 2, STEP, tail)
+                        to = pointer_at(builder, copied, loop.index, 64, bits.type)
+                        builder.store(bits, to, align=2)
+                    emit.load(rows_at, copied, int64(64))
+
+                add_products(builder.mul(steps, b_tile), copy_rows)
+            for total, place in totals:
                 emit.store(total, place, int64(64))
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 12, tiles), generate
+        return types.void(*[types.int64] * 13, tiles), generate
 
     return multiply
 
