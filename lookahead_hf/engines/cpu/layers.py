@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import nn
 
 from lookahead_hf.call import execution
@@ -241,7 +242,7 @@ class CompiledSteps:
         """Describe the model's layers, or those that have changed since the last call.
 
         `asked` is `compiled_layers` of the configuration: for "everywhere" the call waits until the
-        kernels are compiled; without it they read prompts where torch is slow. `refusal` says why
+        kernels are compiled; without it they read prompts where they are faster. `refusal` says why
         the call does not use the kernels, None if it may.
         """
         self._given = model, asked, refusal
@@ -254,8 +255,7 @@ class CompiledSteps:
             self.reasons |= self._layers.refused
         self.is_used = self._layers is not None and bool(self._layers.layers)
         self._must_read = self.is_used and asked == "everywhere"
-        is_faster = self.is_used and compat.multiplies_slowly(model.dtype)
-        self.reads_prompts = self._must_read or is_faster
+        self.reads_prompts = self._must_read or (self.is_used and reads_faster(model.dtype))
 
     def renewed(self) -> CompiledSteps:
         """Return the steps of the same call for weights that may have changed."""
@@ -290,6 +290,14 @@ class CompiledSteps:
         """Note how many layers of the latest step ran in which way."""
         self.is_used = by_kernels > 0
         self.counts = {execution.COMPILED: by_kernels, execution.MODEL: by_own_code}
+
+
+def reads_faster(dtype: torch.dtype) -> bool:
+    """Return whether kernels read prompts faster than torch.
+
+    They do by tiles, and where oneDNN has no code for a dtype.
+    """
+    return bool(program.tiles_of(dtype)) or compat.multiplies_slowly(dtype)
 
 
 def runner(options: StepOptions) -> Runner:

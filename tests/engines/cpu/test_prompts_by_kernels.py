@@ -12,6 +12,8 @@ from transformers import DynamicCache, GenerationConfig
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.call import execution
+from lookahead_hf.engines.cpu import layers
+from lookahead_hf.engines.cpu.kernels import program
 from lookahead_hf.engines.cpu.workspace import Workspace
 from lookahead_hf.model import compat
 from lookahead_hf.model.state import state_of
@@ -79,7 +81,7 @@ def test_kernels_compute_the_tokens_of_prompts(
     compiled: bool | str, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or the bits would be torch's, which often are the same by chance."""
-    monkeypatch.setattr(compat, "multiplies_slowly", lambda dtype: False)
+    monkeypatch.setattr(layers, "reads_faster", lambda dtype: False)
     widths, run = [], Workspace.run
 
     def counted(self: Any, layers: Any, given: Any, num_tokens: int, floats: int) -> None:
@@ -158,12 +160,12 @@ def test_a_warm_up_measures_the_blocks_of_such_calls(model: Any) -> None:
     assert {is_flat for _, _, is_flat in state_of(model).run_blocks} == {True}
 
 
-@pytest.mark.parametrize("is_slow", [False, True])
-def test_kernels_read_prompts_where_torch_multiplies_slowly(
-    is_slow: bool, model: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_faster", [False, True])
+def test_kernels_read_prompts_where_they_are_faster(
+    is_faster: bool, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without being asked for, on processors that torch has no products of bfloat16 for."""
-    monkeypatch.setattr(compat, "multiplies_slowly", lambda dtype: is_slow)
+    """Without being asked for."""
+    monkeypatch.setattr(layers, "reads_faster", lambda dtype: is_faster)
     blocks: list[bool] = []
     forward = Runner.forward
     monkeypatch.setattr(
@@ -172,11 +174,20 @@ def test_kernels_read_prompts_where_torch_multiplies_slowly(
         lambda self, *args: blocks.append(self.reads_prompts) or forward(self, *args),
     )
     alone = generated(model, texts()[:1])
-    assert same(generated(model, texts()[:1], compiled=True), alone) == is_slow
-    assert blocks.pop() == is_slow
+    assert same(generated(model, texts()[:1], compiled=True), alone) == is_faster
+    assert blocks.pop() == is_faster
     model.generate(prompt(), max_new_tokens=8, speculative={"compiled_layers": False})
     stats = lookahead_hf.last_stats(model)
     assert stats is not None and stats.own_code == (execution.NOT_ASKED_FOR,)
+
+
+def test_kernels_are_faster_by_tiles_and_where_torch_is_slow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for tiles, is_slow in (("", False), ("_amx", False), ("", True)):
+        monkeypatch.setattr(program, "tiles_of", lambda dtype, tiles=tiles: tiles)
+        monkeypatch.setattr(compat, "multiplies_slowly", lambda dtype, slow=is_slow: slow)
+        assert layers.reads_faster(torch.bfloat16) == (bool(tiles) or is_slow)
 
 
 def test_a_prompt_that_the_models_code_has_read_is_in_the_statistics(model: Any) -> None:
@@ -203,7 +214,7 @@ def test_kernels_that_are_not_there_yet_are_waited_for(
         pending.append(lambda: pytest.fail("the process that compiles has not ended"))
         monkeypatch.setattr(compilation, "wait", wait)
         generated(model, texts()[:1])
-    assert waited == ["bfloat16", "common", "drafting"]
+    assert waited == [f"bfloat16{program.tiles_of(torch.bfloat16)}", "common", "drafting"]
 
 
 def test_without_numba_the_models_own_code_reads_prompts(
