@@ -69,7 +69,7 @@ class SpeculativeConfig:
             Captured graphs stay with the model, and so do their K and V. If steps cannot be
             captured, the statistics give the reason.
         compiled_layers: Whether compiled kernels compute layers whose code they know, in steps on a
-            CPU, and in prompts where torch is slow (float16, or bfloat16 without AVX-512). They
+            CPU, and in prompts where they are faster (float16, or bfloat16 with AMX or without AVX-512). They
             read the model's own weights. Their sums have an order of their own, the same in every
             block: float32 results agree with the model's up to rounding, and texts of 16 bits
             differ only at near ties. "everywhere" waits until they are compiled, and lets them read
