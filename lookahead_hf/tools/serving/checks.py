@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import reduce
 from operator import or_
 from types import GenericAlias, MappingProxyType
@@ -25,7 +26,16 @@ from pydantic import (
 
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.queue.request import request_seed
-from lookahead_hf.tools.serving.fields import USUAL, Limits, Refused, ServedRequest, allowed, shown
+from lookahead_hf.tools.serving.fields import (
+    ANY,
+    USUAL,
+    Limits,
+    Reach,
+    Refused,
+    ServedRequest,
+    allowed,
+    shown,
+)
 from lookahead_hf.tools.serving.schemas import take_schema, take_tools
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -67,6 +77,9 @@ REFUSED: Mapping[str, Mapping[str, tuple[tuple[Any, ...], str]]] = {
 """Fields by path: the values that ask for nothing, and the remedy for any other value."""
 
 
+MOST_VALUES = 100_000  # Values of a request, or commas in its texts
+
+
 def parsed(body: bytes) -> dict[str, Any]:
     """Return a request's fields; ValueError if it is no object of finite, Unicode JSON."""
 
@@ -76,6 +89,8 @@ def parsed(body: bytes) -> dict[str, Any]:
     def finite(digits: str) -> float:
         return float(digits) if math.isfinite(float(digits)) else refuse(digits[:20])
 
+    if sum(map(body.count, (b",", b"[", b"{"))) > MOST_VALUES:
+        raise ValueError(f"a request has {MOST_VALUES} commas and brackets at most: send less")
     try:
         fields = json.loads(body, parse_constant=refuse, parse_float=finite)
         json.dumps(fields, ensure_ascii=False).encode()
@@ -284,7 +299,13 @@ _SCHEMAS: Mapping[str, type[BaseModel]] = {
 }
 
 
-def check_fields(path: str, body: dict[str, Any], only_model: str, limits: Limits = USUAL) -> None:
+def check_fields(
+    path: str,
+    body: dict[str, Any],
+    only_model: str,
+    limits: Limits = USUAL,
+    reach: Reach = ANY,
+) -> None:
     """Refuse fields that would be ignored or not understood; correct others.
 
     The body loses tools that must not be called. Refused if it names another model than the
@@ -297,6 +318,14 @@ def check_fields(path: str, body: dict[str, Any], only_model: str, limits: Limit
             raise ValueError(f"{name}={shown(value)} is not served: {fix}")
     _check(_SCHEMAS[path], body)
     check_model(body.get("model"), only_model)
+    prompts = body["prompt"] if isinstance(body.get("prompt"), list) else [body.get("prompt")]
+    said = [body.get(name) for name in ("messages", "input", "instructions", "tools")]
+    for text in map(_joined, (said, body.get("prediction"), *prompts)):
+        if not reach.holds(text):
+            raise ValueError(
+                f"a text of {len(text)} characters needs more than the {reach.tokens} tokens that "
+                "one may have here: shorten it"
+            )
     stop = body.get("stop") or []
     stop = [stop] if isinstance(stop, str) else stop
     most, longest = limits.stop_strings, limits.stop_characters
@@ -310,6 +339,15 @@ def check_fields(path: str, body: dict[str, Any], only_model: str, limits: Limit
         body.pop("tools", None)
     if path == RESPONSES and body.get("stream") is None:
         body["stream"] = False  # transformers' server would stream
+
+
+def _joined(value: Any) -> str:
+    """Return all texts of a value, without what is no text."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, (list, dict)) or _is_media(value):
+        return ""
+    return "\n".join(map(_joined, value if isinstance(value, list) else value.values()))
 
 
 def check_model(model: Any, only_model: str) -> None:
@@ -326,34 +364,37 @@ def media(body: Mapping[str, Any]) -> str | None:
         content = message.get("content") if isinstance(message, Mapping) else None
         for part in content if isinstance(content, list) else [message]:
             # In fields that the path does not read there may be anything.
-            if isinstance(part, Mapping) and part.get("type") in [*_MEDIA]:
+            if _is_media(part):
                 return str(part["type"])
     return None
 
 
+def _is_media(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in [*_MEDIA]
+
+
 def take_requests(
     path: str,
-    fields: dict[str, Any],
+    body: bytes,
     config: SpeculativeConfig,
     only_model: str,
     limits: Limits,
     pools: Mapping[str, Any],
-) -> tuple[list[tuple[ServedRequest, bytes]], int]:
-    """Return requests for one text each with bodies, and the number of prompts; or refuse them."""
-    check_fields(path, fields, only_model, limits)
+    reach: Reach,
+) -> tuple[list[ServedRequest], int]:
+    """Return requests for one text each, and the number of prompts; or refuse them."""
+    fields = parsed(body)
+    check_fields(path, fields, only_model, limits, reach)
     each = int(fields.pop("n", None) or 1)
-    given = fields.pop("prompt", None) if path == COMPLETIONS else None
+    given = fields.get("prompt") if path == COMPLETIONS else None
     prompts = given if isinstance(given, list) else [given]
-    taken, text = [], json.dumps(fields)
+    first, taken = take_request(fields, config, limits, pools), []
     for index in range(each * len(prompts)):
-        prompt, body = prompts[index // each], json.loads(text)
-        if prompt is not None:
-            body["prompt"] = prompt
-        request = take_request(body, config, limits, pools)
-        request.loop = asyncio.get_running_loop()
-        if request.seed is not None and index:
-            request.seed = request_seed(request.seed, index)
-        taken.append((request, json.dumps(body).encode()))
+        own = {} if given is None else {"prompt": prompts[index // each]}
+        fresh: dict[str, Any] = {"over": asyncio.Event(), "places": []}
+        taken.append(replace(first, body={**fields, **own}, **fresh))
+        if first.seed is not None and index:
+            taken[-1].seed = request_seed(first.seed, index)
     return taken, len(prompts)
 
 

@@ -37,6 +37,28 @@ class Limits:
 USUAL = Limits()  # The limits of a server that is told no others
 
 
+@dataclass(frozen=True)
+class Reach:
+    """What the served model can read; None where that is not known."""
+
+    vocab_size: int | None = None
+    tokens: int | None = None  # of a prompt and its answer
+    characters: int | None = None  # that so many tokens can have
+    tokenizer: Any = None
+
+    def holds(self, text: str) -> bool:
+        """Return whether a text may fit, from its length and the tokens that it begins with."""
+        if self.characters is None or self.tokens is None:
+            return True
+        begin = text[: 8 * self.tokens]
+        return len(text) <= self.characters and (
+            begin == text or len(self.tokenizer(begin)["input_ids"]) <= self.tokens + 1
+        )
+
+
+ANY = Reach()  # Of a model that is not known
+
+
 class Refused(Exception):
     """A request is not served: why, with which status and code."""
 
@@ -87,6 +109,8 @@ class ServedRequest:
     The event loop and the generating thread share it; each attribute is written by one of them.
     """
 
+    # The fields that transformers' server gets, which requests of one body share
+    body: dict[str, Any] | None = None
     # A configuration, False for plain decoding, None for the server's default
     speculative: SpeculativeConfig | bool | None = None
     prediction: str | None = None  # the text that the client expects
@@ -123,7 +147,8 @@ class ServedRequest:
     # Set when nobody waits any more; of the event loop `loop`.
     over: asyncio.Event = field(default_factory=asyncio.Event)
     loop: asyncio.AbstractEventLoop | None = None
-    # Called in the event loop when nobody waits any more
+    # Called in the event loop when its prompt has tokens, and when nobody waits any more
+    when_read: Callable[[], object] = lambda: None
     when_over: Callable[[], object] = lambda: None
 
     def end(self, refusal: str | None = None, status: int = 400) -> None:

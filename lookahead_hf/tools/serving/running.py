@@ -31,6 +31,7 @@ from lookahead_hf.tools.serving.fields import (
     ServedRequest,
     current,
 )
+from lookahead_hf.tools.serving.reading import most_tokens
 from lookahead_hf.tools.serving.schemas import check_media, grammar_of
 from lookahead_hf.verification import noise
 
@@ -78,10 +79,8 @@ def _fit(request: ServedRequest, config: Any, num_prompt: int, model: Any, limit
             why = f"max_length={config.max_length} leaves no room behind {num_prompt} tokens"
             raise ValueError(f"{why} of the prompt: ask for max_new_tokens")
         config.max_new_tokens, config.max_length = asked, None
-    most = limits.tokens
-    if most is None and not is_pair:
-        most = getattr(compat.text_config(model), "max_position_embeddings", None)
-    if not isinstance(most, int) or most <= 0:
+    most = most_tokens(model, limits)
+    if most is None:
         return
     room, asked = most - num_prompt, config.max_new_tokens
     if room < 1 or (request.length is not None and asked is not None and asked > room):
@@ -239,13 +238,14 @@ class Adding:
 
     def add_request(self, input_ids: Any, request_id: str, **given: Any) -> str:
         """Add the request with its own settings, once its handler is there and its grammar."""
+        # A stream's handler is registered after this.
         request = self._request
         request.generates = True
         request.when_over = partial(self.cancel_request, request_id)
         given |= {"request_id": request_id, "streaming": True}
         work = partial(self._add, input_ids, given)
-        if self._running.compiling(request, input_ids, work) is None:
-            asyncio.get_running_loop().call_soon(work)
+        compiling = self._running.compiling
+        request.when_read = lambda: compiling(request, input_ids, work) or work()
         return request_id
 
     def _add(self, input_ids: Any, given: dict[str, Any]) -> None:

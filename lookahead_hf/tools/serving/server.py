@@ -40,6 +40,7 @@ from lookahead_hf.tools.serving.fields import (
     ServedRequest,
     current,
 )
+from lookahead_hf.tools.serving.reading import Readers, reach_of
 from lookahead_hf.tools.serving.schemas import for_calls, trials
 
 PREFIX = "lookahead_hf:spec_decode_num_"
@@ -130,6 +131,9 @@ def speculating(
         only_model = manager.force_model
         if only_model is None:
             raise ValueError("name the MODEL to serve, a folder or a name of the hub")
+        readers = Readers()
+        for name in ("chat_handler", "completion_handler", "response_handler"):
+            given[name].handle_request = readers.handling(given[name].handle_request)
         app = original(*args, **kwargs)
         running = Running(given["generation_state"], config, limits, together)
 
@@ -140,7 +144,7 @@ def speculating(
                     build_drafters(model, own, 1, False)
                 served = ServedGenerate(model, processor, config, metrics.count, limits)
                 vars(model)["generate"] = served
-                running.tokenizer = processor
+                running.tokenizer, readers.reach = processor, reach_of(model, processor, limits)
                 prepare(model)
 
         _enable_model(manager, enable)
@@ -148,11 +152,12 @@ def speculating(
             listed = {"id": only_model, "object": "model", "created": 0, "owned_by": ""}
             manager.get_gen_models = lambda: [listed]
         entered = {"config": config, "only_model": only_model, "limits": limits, "pools": pools}
-        app.add_middleware(Entrance, key=api_key, live=live, **entered)
+        entered |= {"key": api_key, "live": live, "readers": readers}
+        app.add_middleware(Entrance, **entered)
         # Browsers ask without a key first, and read errors only from an answer that allows it.
         app.user_middleware.sort(key=lambda each: each.cls is not CORSMiddleware)
         app.add_api_route("/metrics", metrics.answer, response_model=None, include_in_schema=False)
-        _end_with(app, running.end)
+        _end_with(app, running.end, readers.end, trials.end)
         app.state.end_requests = live.end
         return app
 
@@ -185,7 +190,7 @@ def ending_at_once() -> Iterator[None]:
         uvicorn.Server.handle_exit = original  # type: ignore[method-assign]
 
 
-def _end_with(app: Any, end: Callable[[], object]) -> None:
+def _end_with(app: Any, *ends: Callable[[], object]) -> None:
     """Let the threads of a server end with it."""
     inner = app.router.lifespan_context
 
@@ -193,8 +198,8 @@ def _end_with(app: Any, end: Callable[[], object]) -> None:
     async def lifespan(app: Any) -> AsyncIterator[Any]:
         async with inner(app) as state:
             yield state
-        end()
-        trials.end()
+        for end in ends:
+            end()
 
     app.router.lifespan_context = lifespan
 
@@ -256,10 +261,11 @@ class Entrance:
         pools: Mapping[str, Any],
         key: str | None,
         live: Live,
+        readers: Readers,
     ) -> None:
         self._app, self._config, self._only_model = app, config, only_model
         self._limits, self._pools, self._key = limits, pools, key
-        self._live = live
+        self._live, self._readers = live, readers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, as ASGI asks for."""
@@ -331,11 +337,12 @@ class Entrance:
         """Check a request's fields, and let the application answer it."""
         path = scope["path"]
         is_text = path in PATHS
-        taken, num_prompts = [(request, body)], 1
+        requests, num_prompts = [request], 1
         try:
             if is_text:
-                given = path, parsed(body), self._config, self._only_model
-                taken, num_prompts = take_requests(*given, self._limits, self._pools)
+                given = path, body, self._config, self._only_model, self._limits, self._pools
+                reading = self._readers.run(take_requests, *given, self._readers.reach)
+                (requests, num_prompts), body = await reading, b"{}"
             elif path == "/reset":
                 raise Refused("this server keeps its model", 403)
             elif path in ("/load_model", "/v1/systemone"):
@@ -346,7 +353,8 @@ class Entrance:
         left_out = [b"x-request-id", *([b"content-type", b"content-length"] if is_text else [])]
         headers = [each for each in scope["headers"] if each[0] not in left_out]
         headers += [(b"content-type", b"application/json")] if is_text else []
-        requests = [each for each, _ in taken]
+        for each in requests:
+            each.loop = request.loop
         answer, live = Answer(requests, num_prompts), self._live.requests
         live.discard(request)
         self._check_waiting(len(requests))
@@ -360,8 +368,8 @@ class Entrance:
         watching = asyncio.ensure_future(watch())
         try:
             runs = [
-                self._run(each, sent, Reply(each, send, answer, holds=is_text), scope, headers)
-                for each, sent in taken
+                self._run(each, body, Reply(each, send, answer, holds=is_text), scope, headers)
+                for each in requests
             ]
             await asyncio.gather(*runs)
         finally:

@@ -1,0 +1,82 @@
+"""Large requests: they are read beside the event loop, or refused before that."""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from lookahead_hf import SpeculativeConfig
+from lookahead_hf.tools.serving.checks import (
+    CHAT,
+    COMPLETIONS,
+    MOST_VALUES,
+    RESPONSES,
+    take_requests,
+)
+from lookahead_hf.tools.serving.fields import ANY, USUAL
+from tests.helpers.served import Served
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_server_answers_while_a_prompt_is_read(
+    served: Served, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    (timed,) = served.server._model_manager.loaded_models.values()
+    begun, goes_on = threading.Event(), threading.Event()
+    read = type(timed.processor).apply_chat_template
+
+    def wait(*args: Any, **kwargs: Any) -> Any:
+        begun.set()
+        assert goes_on.wait(60)
+        return read(*args, **kwargs)
+
+    expected = served.text(max_tokens=8)
+    monkeypatch.setattr(type(timed.processor), "apply_chat_template", wait)
+    body = {"messages": [{"role": "user", "content": "def f(x):"}], "max_tokens": 8}
+    body |= {"temperature": 0, "stream": stream}
+    with ThreadPoolExecutor(1) as client:
+        asked = client.submit(served.post, CHAT, body)
+        assert begun.wait(60)
+        assert "ok" in served.get("/health")
+        goes_on.set()
+        status, answer = asked.result(60)
+    assert status == 200
+    events = [json.loads(each[6:]) for each in answer.split("\n\n") if each.startswith("data: {")]
+    texts = [choice["delta"].get("content") for each in events for choice in each["choices"]]
+    whole = "".join(filter(None, texts)) if stream else json.loads(answer)["choices"][0]
+    assert (whole if stream else whole["message"]["content"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [(CHAT, "messages"), (COMPLETIONS, "prompt"), (RESPONSES, "input")]
+)
+def test_a_text_that_cannot_fit_is_not_read(
+    served: Served, monkeypatch: pytest.MonkeyPatch, path: str, name: str
+) -> None:
+    (timed,) = served.server._model_manager.loaded_models.values()
+    monkeypatch.setattr(type(timed.processor), "__call__", None)
+    text = "x" * (5 * 2048 + 1)  # where no token has more than the five characters of <pad>
+    value = [{"role": "user", "content": text}] if path == CHAT else text
+    status, answer = served.post(path, {name: value})
+    assert status == 400 and "needs more than the 2048 tokens" in answer
+
+
+def test_a_body_has_so_many_values(served: Served) -> None:
+    status, answer = served.post(COMPLETIONS, {"prompt": "x", "user": [[]] * MOST_VALUES})
+    assert status == 400 and "100000 commas and brackets at most" in answer
+
+
+def test_requests_of_one_body_share_it() -> None:
+    body = json.dumps({"prompt": ["a" * 99, "b"], "n": 2, "user": "y" * 99, "seed": 1}).encode()
+    given = SpeculativeConfig(), "m", USUAL, {}, ANY
+    requests, num_prompts = take_requests(COMPLETIONS, body, *given)
+    bodies = [request.body or {} for request in requests]
+    assert num_prompts == 2 and [each["prompt"][0] for each in bodies] == ["a", "a", "b", "b"]
+    assert bodies[0]["prompt"] is bodies[1]["prompt"]
+    assert len({id(each["user"]) for each in bodies}) == 1
+    assert len({request.seed for request in requests}) == 4
+    assert len({id(request.places) for request in requests}) == 4
