@@ -150,6 +150,7 @@ class ServedRequest:
     # Called in the event loop when its prompt has tokens, and when nobody waits any more
     when_read: Callable[[], object] = lambda: None
     when_over: Callable[[], object] = lambda: None
+    abort: Callable[[], object] = lambda: None  # ends its connection
 
     def end(self, refusal: str | None = None, status: int = 400) -> None:
         """Give the request up, from any thread; say why, unless its client has gone."""
@@ -175,6 +176,7 @@ class Live:
 
     def __init__(self) -> None:
         self.requests: set[ServedRequest] = set()
+        self.num_bytes = 0  # of bodies that are being sent
         self.is_ending = False  # whether no more are served
 
     def end(self) -> None:

@@ -8,7 +8,7 @@ import logging
 import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from itertools import accumulate
 from operator import attrgetter
@@ -168,6 +168,9 @@ def speculating(
         server.build_server = original
 
 
+END_SECONDS = 5  # The longest wait for a client to read the end of an answer
+
+
 @contextmanager
 def ending_at_once() -> Iterator[None]:
     """Let servers end their requests at the first signal, and the process at the second one."""
@@ -180,6 +183,7 @@ def ending_at_once() -> Iterator[None]:
             trials.kill()
             os._exit(130)  # whatever is computed, since a step may take long
         original(server, *args)
+        server.config.timeout_graceful_shutdown = END_SECONDS  # for clients that do not read
         state = getattr(server.config.app, "state", None)
         getattr(state, "end_requests", lambda: None)()
 
@@ -273,17 +277,19 @@ class Entrance:
             await self._app(scope, receive, send)
             return
         request, live = ServedRequest(loop=asyncio.get_running_loop()), self._live
+        with suppress(AttributeError):  # of uvicorn
+            request.abort = receive.__self__.transport.abort  # type: ignore[attr-defined]
         try:
             self._check_key(scope)
             if scope["method"] != "POST":
                 await self._app(scope, receive, send)
                 return
+            body = await self._read(scope, receive)
             if live.is_ending:
                 raise Refused(STOPPING, 503)
             self._check_waiting(1)
             live.requests.add(request)
             try:
-                body = await self._read(scope, receive)
                 await self._serve(scope, body, request, receive, send)
             finally:
                 live.requests.discard(request)
@@ -301,7 +307,8 @@ class Entrance:
             raise Refused("this server needs its API key", 401, "invalid_api_key")
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes:
-        """Return the body of a request."""
+        """Return the body of a request; those that come slowly may take memory, too."""
+        live, busy = self._live, Refused("too many requests are being sent: try again later", 429)
         most = int(self._limits.body_mb * 1e6)
         too_large = Refused(f"a request has {self._limits.body_mb:g} MB at most: send less", 413)
         said = Headers(scope=scope).get("content-length", "")
@@ -315,8 +322,11 @@ class Entrance:
                 if message["type"] == "http.disconnect":
                     raise ConnectionAbortedError
                 body.extend(message.get("body", b""))
+                live.num_bytes += len(message.get("body", b""))
                 if len(body) > most:
                     raise too_large
+                if live.num_bytes > most * self._limits.waiting:
+                    raise busy
                 if not message.get("more_body", False):
                     return bytes(body)
 
@@ -324,6 +334,8 @@ class Entrance:
             return await asyncio.wait_for(read(), self._limits.seconds)
         except asyncio.TimeoutError:
             raise Refused(f"the request was not sent in {self._limits.seconds:g} seconds") from None
+        finally:
+            live.num_bytes -= len(body)
 
     def _check_waiting(self, num_new: int) -> None:
         """Refuse so many texts, of which a request may ask for several, if too many wait."""
@@ -354,7 +366,7 @@ class Entrance:
         headers = [each for each in scope["headers"] if each[0] not in left_out]
         headers += [(b"content-type", b"application/json")] if is_text else []
         for each in requests:
-            each.loop = request.loop
+            each.loop, each.abort = request.loop, request.abort
         answer, live = Answer(requests, num_prompts), self._live.requests
         live.discard(request)
         self._check_waiting(len(requests))
@@ -398,6 +410,7 @@ class Entrance:
         answering = asyncio.ensure_future(self._app(own, next_message, reply))
         over = asyncio.ensure_future(request.over.wait())
         seconds = self._limits.seconds
+        late = asyncio.get_running_loop().call_later(seconds + END_SECONDS, request.abort)
         try:
             both = {answering, over}
             done, _ = await asyncio.wait(both, timeout=seconds, return_when="FIRST_COMPLETED")
@@ -413,6 +426,7 @@ class Entrance:
             over.cancel()
         if request.refusal is not None:
             await reply.refuse(request.refusal, request.status)
+        late.cancel()
 
 
 def _explain(request: ServedRequest, error: BaseException | None) -> None:

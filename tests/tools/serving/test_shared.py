@@ -7,15 +7,16 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from signal import SIGTERM
 from typing import Any
 
 import pytest
 
 from lookahead_hf import SpeculativeConfig, structured, totals
+from lookahead_hf.tools.serving import server
 from lookahead_hf.tools.serving.checks import CHAT, COMPLETIONS, RESPONSES
 from lookahead_hf.tools.serving.fields import Limits, ServedRequest
 from lookahead_hf.tools.serving.schemas import Trials, grammar_of, trials
@@ -193,12 +194,18 @@ def test_a_text_has_the_models_positions(served: Served) -> None:
     assert counts["prompt_tokens"] < 2048 and counts["total_tokens"] <= 2048
 
 
+def send(client: socket.socket, body: dict[str, Any], **headers: str) -> None:
+    data = json.dumps(body).encode()
+    headers = {"Host": "x", "Content-Type": "application/json", **headers}
+    head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    head = f"POST {CHAT} HTTP/1.1\r\n{head}Content-Length: {len(data)}\r\n\r\n"
+    client.sendall(head.encode() + data)
+
+
 def leave(served: Served, body: dict[str, Any], reached: threading.Event | None = None) -> None:
     """Send a request and hang up, at a point of its generation or soon."""
-    data = json.dumps(body).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     with closing(socket.create_connection(("localhost", served.port))) as client:
-        client.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        send(client, body)
         assert reached.wait(60) if reached is not None else time.sleep(0.5) is None
 
 
@@ -323,6 +330,53 @@ def test_more_requests_than_may_wait(strict: Served) -> None:
     assert int(raised.value.response.headers["retry-after"]) > 0
 
 
+def test_a_client_that_does_not_read_loses_its_connection(
+    strict: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "END_SECONDS", 0.2)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("localhost", strict.port))
+        (transport,) = until(lambda: connections(strict, client))
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        more = {"stream": True, "max_tokens": 1900, "logprobs": True, "top_logprobs": 20}
+        send(client, {**said("def f(x):"), **more}, Authorization="Bearer sesame")
+        until(lambda: not connections(strict, client))
+
+
+def connections(served: Served, client: socket.socket) -> list[Any]:
+    """The transport of a client's connection, as long as the server has one."""
+    held = (each.transport for each in [*served.server.server.server_state.connections])
+    return [each for each in held if each.get_extra_info("peername") == client.getsockname()]
+
+
+def until(found: Callable[[], Any]) -> Any:
+    """What is found in the end."""
+    end = time.monotonic() + 20
+    while not (value := found()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return value
+
+
+def test_bodies_that_come_slowly_do_not_keep_others_out(strict: Served) -> None:
+    key = {"Authorization": "Bearer sesame"}
+    with ExitStack() as stack:
+        for size in (0, 1, 9_000):
+            client = stack.enter_context(socket.create_connection(("localhost", strict.port)))
+            head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 9999\r\n"
+            client.sendall(f"{head}Authorization: Bearer sesame\r\n\r\n".encode() + b"x" * size)
+        time.sleep(0.3)
+        assert len(strict.text(max_tokens=4)) == 4
+        status, answer = strict.post(CHAT, said("x" * 11_000), **key)
+        assert status == 413
+        client = stack.enter_context(socket.create_connection(("localhost", strict.port)))
+        client.sendall(f"{head}Authorization: Bearer sesame\r\n\r\n".encode() + b"x" * 9_000)
+        time.sleep(0.3)
+        status, answer = strict.post(CHAT, said("x" * 3_000), **key)
+        assert status == 429 and "are being sent" in answer
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("together", [False, True])
 def test_a_signal_ends_requests_at_once(
@@ -331,13 +385,13 @@ def test_a_signal_ends_requests_at_once(
     from openai import APIError
 
     def signal(*args: Any) -> None:
-        server.handle_exit(SIGTERM, None)
+        uvicorn.handle_exit(SIGTERM, None)
 
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
 
     with ending_at_once(), serving(folder, CONFIG, continuous_batching=together) as served:
-        server = served.server.server
+        uvicorn = served.server.server
         assert len(served.text(max_tokens=4)) == 4
         with (
             hooked(served.model, signal),
@@ -347,6 +401,7 @@ def test_a_signal_ends_requests_at_once(
         if not codes:  # each further step of the model has sent a second one
             signal()
         assert {*codes} == {130}
+        assert uvicorn.config.timeout_graceful_shutdown == server.END_SECONDS
         assert getattr(raised.value, "status_code", 503) == 503
 
 
