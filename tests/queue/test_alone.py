@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -76,6 +77,22 @@ def test_a_cancelled_text_ends_and_other_requests_go_on(model: Any) -> None:
     assert waits.calls == 1
     assert found["kept"].generated_tokens == alone(model, texts[1], config)
     speculated(found.values())
+
+
+def test_it_may_be_written_beside_the_others(model: Any) -> None:
+    texts, waits = prompts(2, longest=9), Waits()
+    given = {"logits_processor": LogitsProcessorList([waits])}
+    with running(model, settings(model), max_slots=1) as manager, ThreadPoolExecutor(1) as thread:
+        manager.engine.beside = thread.submit
+        manager.add_request(texts[0], request_id="alone", **given, **LONG)
+        assert waits.begun.wait(WAIT)
+        manager.add_request(texts[1], request_id="row")
+        found = results(manager, 1)
+        waits.goes_on.set()
+        found |= results(manager, 1)
+    assert found["alone"].generated_tokens == alone(model, texts[0], settings(model, **LONG))
+    assert found["row"].generated_tokens == alone(model, texts[1], settings(model))
+    speculated([found["row"]])
 
 
 def test_a_hard_stop_ends_the_text(model: Any) -> None:

@@ -115,10 +115,10 @@ def _object(
     return create_model("Object", __config__=ConfigDict(strict=True, extra=extra), **fields)
 
 
-def _check(schema: type[BaseModel], fields: dict[str, Any]) -> None:
+def _check(schema: type[BaseModel], fields: dict[str, Any], reach: Reach) -> None:
     """Raise ValueError, with a sentence about the first wrong field, if fields break a schema."""
     try:
-        schema.model_validate(fields)
+        schema.model_validate(fields, context=reach)
     except ValidationError as error:
         wrong = error.errors(include_url=False)
         name = str(wrong[0]["loc"][0])
@@ -142,7 +142,7 @@ def _any(*kinds: Any, told_by: Any = None) -> Any:
     return reduce(or_, kinds) if told_by is None else Annotated[reduce(or_, kinds), told_by]
 
 
-def _list(kind: Any, least: int = 0, most: int | None = None) -> Any:
+def _list(kind: Any, least: int = 0, most: int = 1024) -> Any:
     return Annotated[GenericAlias(list, kind), Field(min_length=least, max_length=most)]
 
 
@@ -150,10 +150,27 @@ def _number(kind: type, least: float, most: float = 2**31 - 1) -> Any:
     return Annotated[kind, Field(ge=least, le=most)]
 
 
-def _settings(text: str) -> str:
+def _pair(*kinds: Any) -> Any:
+    return Annotated[GenericAlias(tuple, kinds), Field(strict=False)]
+
+
+def _temperature(most: float) -> Any:
+    """Return the type of temperatures; below a millionth, scores would not be finite."""
+    return _any(_number(float, 0, 0), _number(float, 1e-6, most))
+
+
+def _settings(text: str, info: Any) -> str:
     """Check the fields of `generation_config`."""
-    _check(_SETTINGS, parsed(text.encode()))
+    _check(SETTINGS, parsed(text.encode()), info.context)
     return text
+
+
+def _known(token: int | str, info: Any) -> int | str:
+    """Check that a token is in the vocabulary."""
+    size = info.context.vocab_size
+    if size is not None and int(token) >= size:
+        raise ValueError(f"the model has {size} tokens, from 0 on")
+    return token
 
 
 def _of_clients(name: str) -> str:
@@ -161,13 +178,6 @@ def _of_clients(name: str) -> str:
     if name in _OF_TEMPLATES:
         raise ValueError(f"{name} is the server's own")
     return name
-
-
-def _content(data: str) -> str:
-    """Check that a sound is sent, not named."""
-    if data.startswith(("/", "http")):
-        raise ValueError("send the sound itself, in base64")
-    return data
 
 
 _OF_TEMPLATES = frozenset(
@@ -178,10 +188,11 @@ _OF_TEMPLATES = frozenset(
 )
 """Arguments of `apply_chat_template` that are the server's."""
 
-_NAME, _TOKEN = Annotated[str, Field(min_length=1)], _number(int, 0)
+_NAME = Annotated[str, Field(min_length=1)]
+_TOKEN: Any = Annotated[_number(int, 0), AfterValidator(_known)]
 _TOKENS, _TEXTS = _any(_TOKEN, _list(_TOKEN)), _any(_NAME, _list(_NAME, 1, 32))
 
-_SETTINGS = _object(
+SETTINGS = _object(
     {
         **dict.fromkeys(("max_new_tokens", "max_length"), _number(int, 1)),
         **dict.fromkeys(("min_new_tokens", "min_length", "no_repeat_ngram_size"), _number(int, 0)),
@@ -189,32 +200,35 @@ _SETTINGS = _object(
         **dict.fromkeys(("encoder_repetition_penalty",), _number(float, 0.01, 100)),
         **dict.fromkeys(("top_p", "min_p", "top_h", "typical_p"), _number(float, 0, 1)),
         **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), _number(float, 0, 1)),
-        **dict.fromkeys(("length_penalty", "guidance_scale"), _number(float, -100, 100)),
+        **dict.fromkeys(("length_penalty", "guidance_scale"), _number(float, -10, 10)),
         **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "eos_token_id"), _TOKENS),
         **dict.fromkeys(("pad_token_id", "bos_token_id"), _TOKENS),
         **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id"), _TOKENS),
-        **dict.fromkeys(("do_sample", "early_stopping", "renormalize_logits"), Any),
-        **dict.fromkeys(("sequence_bias", "exponential_decay_length_penalty"), Any),
-        "bad_words_ids": _list(_list(_TOKEN, 1)),
-        "remove_invalid_values": Any,
-        "temperature": _number(float, 0, 100),
+        **dict.fromkeys(("do_sample", "renormalize_logits", "remove_invalid_values"), bool),
+        "early_stopping": _any(bool, Literal["never"]),
+        "exponential_decay_length_penalty": _pair(_number(int, 0), _number(float, 0.01, 10)),
+        "sequence_bias": _list(_pair(_list(_TOKEN, 1, 64), _number(float, -100, 100)), 1, 256),
+        "bad_words_ids": _list(_list(_TOKEN, 1, 64), 1, 256),
+        "temperature": _temperature(100),
         "top_k": _number(int, 0),
         "max_time": _number(float, 0, 1e9),
         "num_beams": _number(int, 1, 8),
     },
     extra="forbid",
 )
-"""Fields of `generation_config`; `generate` checks those of any type."""
+"""Fields of `generation_config`."""
 
 _SENT = Annotated[str, Field(pattern="^data:")]
 """The content of a picture or film: the server opens no other address and no file."""
 
-_SOUND = Annotated[str, AfterValidator(_content)]
+_FORMAT_NAME = Annotated[str, Field(pattern="^[a-z0-9]+$")]
+"""The format of a sound; transformers' server might read one without as the path of a file."""
+
 _MEDIA: Mapping[str, Mapping[str, Any]] = {
     **{name: {name: _any(_SENT, _object({}, url=_SENT))} for name in ("image_url", "audio_url")},
     "video_url": {"video_url": _any(_SENT, _object({}, url=_SENT))},
     "input_image": {"image_url": _any(_SENT, _object({}, url=_SENT))},
-    "input_audio": {"input_audio": _any(_SOUND, _object({}, data=_SOUND))},
+    "input_audio": {"input_audio": _any(_SENT, _object({}, data=str, format=_FORMAT_NAME))},
     **{name: {} for name in ("file", "input_file")},
 }
 """Parts of a message that transformers' server leaves out for a model that reads text alone."""
@@ -264,11 +278,12 @@ _FORMAT = _any(
     _object({"json_schema": _object({}, schema_=_ANY_SCHEMA)}, type=Literal["json_schema"]),
     told_by=Discriminator("type"),
 )
+_DIGITS = Annotated[str, Field(pattern="^[0-9]{1,9}$"), AfterValidator(_known)]
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _FIELDS = {
     **dict.fromkeys(_LENGTHS, _number(int, 1)),
     **dict.fromkeys(("suffix", "instructions", "user", "model"), str),
-    "temperature": _number(float, 0, 2),
+    "temperature": _temperature(2),
     "top_p": _number(float, 0, 1),
     "frequency_penalty": _number(float, -0.99, 2),
     "presence_penalty": _number(float, -2, 2),
@@ -277,9 +292,9 @@ _FIELDS = {
     "stop": _any(_NAME, _list(_NAME)),
     "stream": bool,
     "stream_options": dict[str, Any],
-    "logit_bias": GenericAlias(
-        dict, (Annotated[str, Field(pattern="^[0-9]{1,9}$")], _number(float, -100, 100))
-    ),
+    "logit_bias": Annotated[
+        GenericAlias(dict, (_DIGITS, _number(float, -100, 100))), Field(max_length=1024)
+    ],
     "generation_config": Annotated[str, AfterValidator(_settings)],
     "chat_template_kwargs": dict[
         Annotated[str, AfterValidator(_of_clients)], bool | int | float | str
@@ -289,14 +304,17 @@ _FIELDS = {
     "response_format": _FORMAT,
     "text": _object({"format": _FORMAT}),
 }
-_SCHEMAS: Mapping[str, type[BaseModel]] = {
+SCHEMAS: Mapping[str, type[BaseModel]] = {
     CHAT: _object(
         {**_FIELDS, "logprobs": bool, "top_logprobs": _number(int, 0, 20)},
-        messages=_list(_MESSAGE, 1),
+        messages=_list(_MESSAGE, 1, 4096),
     ),
     COMPLETIONS: _object({**_FIELDS, "logprobs": _number(int, 0, 5)}, prompt=_TEXTS),
-    RESPONSES: _object(_FIELDS, input=_any(_NAME, _list(_ITEM, 1))),
+    RESPONSES: _object(_FIELDS, input=_any(_NAME, _list(_ITEM, 1, 4096))),
 }
+
+
+_DECISIONS = _object({"assets": GenericAlias(dict, (str, _object({}, data_base64=_SENT)))})
 
 
 def check_fields(
@@ -316,16 +334,12 @@ def check_fields(
         is_neutral = any(type(value) is type(each) and value == each for each in (None, *neutral))
         if not is_neutral:
             raise ValueError(f"{name}={shown(value)} is not served: {fix}")
-    _check(_SCHEMAS[path], body)
+    _check(SCHEMAS[path], body, reach)
     check_model(body.get("model"), only_model)
     prompts = body["prompt"] if isinstance(body.get("prompt"), list) else [body.get("prompt")]
     said = [body.get(name) for name in ("messages", "input", "instructions", "tools")]
-    for text in map(_joined, (said, body.get("prediction"), *prompts)):
-        if not reach.holds(text):
-            raise ValueError(
-                f"a text of {len(text)} characters needs more than the {reach.tokens} tokens that "
-                "one may have here: shorten it"
-            )
+    for each in (said, body.get("prediction"), *prompts):
+        reach.check(_joined(each))
     stop = body.get("stop") or []
     stop = [stop] if isinstance(stop, str) else stop
     most, longest = limits.stop_strings, limits.stop_characters
@@ -339,6 +353,14 @@ def check_fields(
         body.pop("tools", None)
     if path == RESPONSES and body.get("stream") is None:
         body["stream"] = False  # transformers' server would stream
+
+
+def check_decisions(body: bytes, only_model: str, reach: Reach) -> None:
+    """Refuse a request that names another model, or asks for decisions with files or long texts."""
+    fields = parsed(body)
+    check_model(fields.get("model"), only_model)
+    _check(_DECISIONS, fields, reach)
+    reach.check(_joined([fields.get("state"), fields.get("questions")]))
 
 
 def _joined(value: Any) -> str:

@@ -43,17 +43,19 @@ class Reach:
 
     vocab_size: int | None = None
     tokens: int | None = None  # of a prompt and its answer
-    characters: int | None = None  # that so many tokens can have
+    longest: int = 1  # the most characters of a token
     tokenizer: Any = None
 
-    def holds(self, text: str) -> bool:
-        """Return whether a text may fit, from its length and the tokens that it begins with."""
-        if self.characters is None or self.tokens is None:
-            return True
-        begin = text[: 8 * self.tokens]
-        return len(text) <= self.characters and (
-            begin == text or len(self.tokenizer(begin)["input_ids"]) <= self.tokens + 1
-        )
+    def check(self, text: str) -> None:
+        """Raise ValueError if the length of a text, or its beginning, shows that it cannot fit."""
+        most, size = self.tokens, len(text)
+        if most is None or size <= 8 * most:
+            return
+        if size > most * self.longest or len(self.tokenizer(text[: 8 * most]).input_ids) > most + 1:
+            raise ValueError(
+                f"a text of {size} characters needs more than the {most} tokens that one may have "
+                "here: shorten it"
+            )
 
 
 ANY = Reach()  # Of a model that is not known

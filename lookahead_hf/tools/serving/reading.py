@@ -73,10 +73,10 @@ def _rest(running: Coroutine[Any, Any, Any], awaited: Any) -> Generator[Any, Any
 
 def reach_of(model: Any, tokenizer: Any, limits: Limits) -> Reach:
     """Return what a model can read."""
-    tokenizer, text = getattr(tokenizer, "tokenizer", tokenizer), compat.text_config(model)
-    most = most_tokens(model, limits)
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     longest = max(map(len, tokenizer.get_vocab()))
-    return Reach(int(text.vocab_size), most, None if most is None else most * longest, tokenizer)
+    vocab_size = int(compat.text_config(model).vocab_size)
+    return Reach(vocab_size, most_tokens(model, limits), longest, tokenizer)
 
 
 def most_tokens(model: Any, limits: Limits) -> int | None:

@@ -45,7 +45,6 @@ _OF_SERVER = (
 )
 """Settings that a text in a queue does not have, or gets in another way."""
 
-_OWN_ERRORS = ("ValueError", "SpeculationFallbackError")  # Errors of a request's own settings
 
 _logger = logging.getLogger(__name__)
 
@@ -153,6 +152,7 @@ class Running:
             _logger.warning("requests are decoded one after the other: %s", error)
             self._together = False
         else:
+            engine.beside = self._thread.submit
             self.queue = SpeculativeBatchingManager(engine)
             self.queue.start()
 
@@ -168,11 +168,8 @@ class Running:
                 if not request.is_cancelled:
                     given = self.tokenizer, self.limits.compile_seconds
                     request.grammar = grammar_of(request, prompt, *given)
-            except ValueError as error:
-                request.end(str(error))
-            except Exception:
-                _logger.exception("a request failed")
-                request.end(FAILED, 500)
+            except Exception as error:
+                give_up(request, error)
             if not request.is_cancelled:
                 # In turn with whoever registers the handler of a stream, which does so afterwards.
                 if request.loop is None:
@@ -265,9 +262,8 @@ class Adding:
                 request.end(STOPPING, 503)
             if request.is_cancelled:
                 self.cancel_request(given["request_id"])
-        except Exception as error:  # of its own settings: nothing else was done
-            _logger.warning("a request was refused", exc_info=error)
-            request.end(str(error) or type(error).__name__)
+        except Exception as error:
+            give_up(request, error)
 
     def register_result_handler(self, request_id: str, callback: Callable[..., Any]) -> None:
         """Register the handler of the request's outputs, of which it is told what it expects."""
@@ -275,9 +271,7 @@ class Adding:
 
         def hear(output: Any) -> None:
             if output.error is not None:
-                kind, _, why = output.error.partition(": ")
-                is_own = kind in _OWN_ERRORS or not output.generated_tokens
-                request.end(*((why,) if is_own else (FAILED, 500)))
+                give_up(request, output.exception or RuntimeError(output.error))
                 return
             request.has_begun = True
             if request.log_probs is not None:
@@ -301,6 +295,15 @@ def _differences(config: Any, default: Any) -> dict[str, Any]:
         for name, value in asked.items()
         if name not in _OF_SERVER and value is not None and value != usual.get(name)
     }
+
+
+def give_up(request: ServedRequest, error: BaseException) -> None:
+    """End a request that has failed by its own mistake, such as a setting, or by the server's."""
+    if isinstance(error, (ValueError, ArithmeticError)):
+        request.end(str(error).strip().partition("\n")[0] or type(error).__name__)
+    else:
+        _logger.error("a request failed", exc_info=error)
+        request.end(FAILED, 500)
 
 
 class Cancelled(Exception):
@@ -350,12 +353,7 @@ class ServedGenerate:
         except Cancelled:
             raise
         except Exception as error:
-            # What a request sets itself is refused by torch as well.
-            own = request.length == "generation_config" and not request.has_begun
-            if isinstance(error, ValueError) or own:
-                request.refusal = str(error).strip().partition("\n")[0] or type(error).__name__
-            else:
-                _logger.exception("a request failed")
+            give_up(request, error)
             raise
         request.stats = stats.of_this_thread(self._model)
         return output

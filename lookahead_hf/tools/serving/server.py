@@ -7,9 +7,11 @@ import inspect
 import logging
 import os
 import secrets
+from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from operator import attrgetter
 from types import MappingProxyType
@@ -30,7 +32,7 @@ from lookahead_hf.fallback import TRANSFORMERS
 from lookahead_hf.generation.decode import build_drafters
 from lookahead_hf.stats import SpeculativeStats
 from lookahead_hf.tools.serving.answers import FAILED, Answer, Reply
-from lookahead_hf.tools.serving.checks import REFUSED, check_model, parsed, take_requests
+from lookahead_hf.tools.serving.checks import REFUSED, check_decisions, take_requests
 from lookahead_hf.tools.serving.fields import (
     STOPPING,
     USUAL,
@@ -134,6 +136,8 @@ def speculating(
         readers = Readers()
         for name in ("chat_handler", "completion_handler", "response_handler"):
             given[name].handle_request = readers.handling(given[name].handle_request)
+        speech = given["transcription_handler"]
+        speech._prepare_audio_inputs = partial(_prepare_sound, speech._prepare_audio_inputs)
         app = original(*args, **kwargs)
         running = Running(given["generation_state"], config, limits, together)
 
@@ -192,6 +196,13 @@ def ending_at_once() -> Iterator[None]:
         yield
     finally:
         uvicorn.Server.handle_exit = original  # type: ignore[method-assign]
+
+
+def _prepare_sound(prepare: Callable[..., Any], data: bytes, *args: Any) -> Any:
+    """Call the function with which transformers' server reads a sound, unless it reads a file."""
+    if os.path.isfile(b64encode(data)):
+        raise ValueError("the sound has the name of a file")
+    return prepare(data, *args)
 
 
 def _end_with(app: Any, *ends: Callable[[], object]) -> None:
@@ -278,7 +289,7 @@ class Entrance:
             return
         request, live = ServedRequest(loop=asyncio.get_running_loop()), self._live
         with suppress(AttributeError):  # of uvicorn
-            request.abort = receive.__self__.transport.abort  # type: ignore[attr-defined]
+            request.abort = receive.__self__.transport.abort
         try:
             self._check_key(scope)
             if scope["method"] != "POST":
@@ -358,7 +369,8 @@ class Entrance:
             elif path == "/reset":
                 raise Refused("this server keeps its model", 403)
             elif path in ("/load_model", "/v1/systemone"):
-                check_model(parsed(body).get("model"), self._only_model)
+                reach = self._readers.reach
+                await self._readers.run(check_decisions, body, self._only_model, reach)
         except ValueError as wrong:
             raise Refused(str(wrong)) from wrong
         # Ids name requests in the queue, so a client must not choose that of another one.
@@ -438,6 +450,8 @@ def _explain(request: ServedRequest, error: BaseException | None) -> None:
     elif request.tools is not None and isinstance(error, ValueError):
         why = str(error).partition("\n")[0]  # transformers reads whole calls alone
         request.refusal = f"the answer ends within a tool's call: allow more tokens ({why})"
+    elif isinstance(error, ImportError):
+        request.refusal = f"this server lacks a package: {str(error).strip()}"
     elif isinstance(error, _OF_REQUESTS) and not request.generates:
         _logger.warning("a request was refused", exc_info=error)
         request.refusal = "the request is not understood: compare its fields with OpenAI's API"

@@ -14,6 +14,12 @@ from tests.helpers.served import Served
 
 SAID = [{"role": "user", "content": "a"}]
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+
+
+def sound(given: Any) -> dict[str, Any]:
+    return {"type": "input_audio", "input_audio": given}
+
+
 NEEDED: dict[str, dict[str, Any]] = {
     CHAT: {"messages": SAID},
     COMPLETIONS: {"prompt": "a"},
@@ -65,6 +71,14 @@ def test_the_model_that_is_served_is_listed(served: Served) -> None:
             RESPONSES,
             {"input": [{"type": "input_image", "image_url": "x"}]},
             "should match pattern '^data:'",
+        ),
+        *(
+            (CHAT, {"messages": [{"role": "user", "content": [sound(each)]}]}, "is not served")
+            for each in (
+                *("a.wav", "/a.wav", "file:a.wav", "http://a"),
+                *({"data": "a.wav"}, {"data": "AA==", "format": ""}),
+                {"data": "AA==", "format": "/../../a"},
+            )
         ),
         (RESPONSES, {"input": ""}, "String should have at least 1 character"),
         (CHAT, {"logit_bias": {"\u0663": 1}}, "should match pattern"),

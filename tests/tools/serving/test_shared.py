@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -17,6 +18,7 @@ import pytest
 
 from lookahead_hf import SpeculativeConfig, structured, totals
 from lookahead_hf.tools.serving import server
+from lookahead_hf.tools.serving.answers import FAILED
 from lookahead_hf.tools.serving.checks import CHAT, COMPLETIONS, RESPONSES
 from lookahead_hf.tools.serving.fields import Limits, ServedRequest
 from lookahead_hf.tools.serving.schemas import Trials, grammar_of, trials
@@ -61,8 +63,18 @@ WRONG: list[tuple[str, Any]] = [
             {"bad_words_ids": [[]]},
             {"eos_token_id": [None]},
             {"num_beams": 1000},
+            *({each: 10**6} for each in ("eos_token_id", "forced_eos_token_id")),
+            {"bad_words_ids": [[5]] * 257},
+            {"suppress_tokens": [5] * 1025},
+            {"exponential_decay_length_penalty": [1, "x"]},
+            {"exponential_decay_length_penalty": [1, 1e300]},
+            {"sequence_bias": [[[5], "x"]]},
+            {"do_sample": "x"},
+            {"temperature": 1e-40, "do_sample": True},
         )
     ),
+    (CHAT, said("x") | {"temperature": 1e-40, "speculative": False}),
+    (CHAT, {"messages": said("x")["messages"] * 4097}),
     *((CHAT, said("x") | {"chat_template_kwargs": {each: 1}}) for each in ("tokenize", "tools")),
     *((CHAT, said("x") | {"max_tokens": each}) for each in (0, -1, 2**40, 1e3, True)),
     *((CHAT, said("x") | {"temperature": each}) for each in (-1, 1e300, "1")),
@@ -85,6 +97,7 @@ WRONG: list[tuple[str, Any]] = [
     (CHAT, b"5"),
     ("/load_model", b"5"),
     ("/v1/systemone", {"state": 5}),
+    ("/v1/systemone", {"assets": {"x": {"data_base64": "/etc/passwd"}}}),
 ]
 
 
@@ -100,6 +113,29 @@ def test_what_is_wrong_is_refused_in_a_sentence(served: Served, stream: bool) ->
             found[str(body)[:100]] = status, message
     assert found == {}
     assert len(served.text(max_tokens=8)) == 8
+
+
+def test_a_fault_of_the_server_is_no_mistake_of_its_clients(served: Served) -> None:
+    """Nor is it that of those whose requests are waiting."""
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError
+
+    for later in (0, 3):
+        count = itertools.count()
+        hook = lambda *args: next(count) >= later and fail()  # noqa: B023, E731
+        with hooked(served.model, hook), ThreadPoolExecutor(20) as clients:
+            body = {**said("x"), "max_tokens": 40, "generation_config": '{"max_new_tokens": 40}'}
+            found = [*clients.map(lambda _: served.post(CHAT, body), range(20))]  # noqa: B023
+        assert {status for status, _ in found} == {500}
+        assert all(json.loads(answer)["error"]["message"] == FAILED for _, answer in found)
+    assert len(served.text(max_tokens=8)) == 8
+
+
+def test_what_a_package_is_missing_for(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.utils.import_utils.is_multipart_available", lambda: False)
+    status, answer = served.post("/v1/audio/transcriptions", b"x")
+    assert status == 400 and "pip install python-multipart" in answer
 
 
 def test_a_byte_order_mark_is_no_mistake(served: Served) -> None:
