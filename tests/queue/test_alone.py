@@ -119,3 +119,12 @@ def test_who_queues_such_a_text_is_warned_once(model: Any) -> None:
     strict = lookahead_hf.SpeculativeConfig(on_fallback="error")
     for output in model.generate_batch(texts, config, speculative=strict).values():
         assert "this call cannot be speculated" in output.error
+
+
+def test_beams_of_all_requests_are_those_of_generate(model: Any) -> None:
+    texts, config = prompts(2, longest=9), settings(model, num_beams=3)
+    found = [*model.generate_batch(texts, config).values()]
+    assert [output.generated_tokens for output in found] == [
+        alone(model, text, config) for text in texts
+    ]
+    assert {output.speculative_stats.fallback_reason for output in found} == {"beams"}
