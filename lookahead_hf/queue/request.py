@@ -332,7 +332,7 @@ class RequestBuilder:
         return admission.takes_flat(self.trial())
 
     def trial(self) -> PreparedCall:
-        """Return the call of a made-up request of one token, which writes one more without beams."""
+        """Return the call of a made-up request of one token, which writes another without beams."""
         own = {"max_new_tokens": 1, "logit_processor_kwargs": {"num_beams": 1}}
         return self._prepared(QueuedRequest(RequestState("trial", [0], **own), 0))
 
