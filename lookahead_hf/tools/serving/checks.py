@@ -201,8 +201,8 @@ SETTINGS = _object(
         **dict.fromkeys(("top_p", "min_p", "top_h", "typical_p"), _number(float, 0, 1)),
         **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), _number(float, 0, 1)),
         **dict.fromkeys(("length_penalty", "guidance_scale"), _number(float, -10, 10)),
-        **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "eos_token_id"), _TOKENS),
-        **dict.fromkeys(("pad_token_id", "bos_token_id"), _TOKENS),
+        **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"), _list(_TOKEN)),
+        **dict.fromkeys(("eos_token_id", "pad_token_id", "bos_token_id"), _TOKENS),
         **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id"), _TOKENS),
         **dict.fromkeys(("do_sample", "renormalize_logits", "remove_invalid_values"), bool),
         "early_stopping": _any(bool, Literal["never"]),
@@ -290,7 +290,7 @@ _FIELDS = {
     "seed": _number(int, -(2**63), 2**64 - 1),
     "n": _number(int, 1, 8),
     "stop": _any(_NAME, _list(_NAME)),
-    "stream": bool,
+    **dict.fromkeys(("stream", "parallel_tool_calls"), bool),
     "stream_options": dict[str, Any],
     "logit_bias": Annotated[
         GenericAlias(dict, (_DIGITS, _number(float, -100, 100))), Field(max_length=1024)

@@ -299,7 +299,9 @@ def _differences(config: Any, default: Any) -> dict[str, Any]:
 
 def give_up(request: ServedRequest, error: BaseException) -> None:
     """End a request that has failed by its own mistake, such as a setting, or by the server's."""
-    if isinstance(error, (ValueError, ArithmeticError)):
+    # torch says the latter where settings rule all tokens out.
+    of_settings = request.length == "generation_config" and "probability tensor" in str(error)
+    if of_settings or isinstance(error, (ValueError, ArithmeticError)):
         request.end(str(error).strip().partition("\n")[0] or type(error).__name__)
     else:
         _logger.error("a request failed", exc_info=error)

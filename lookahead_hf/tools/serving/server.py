@@ -32,7 +32,7 @@ from lookahead_hf.fallback import TRANSFORMERS
 from lookahead_hf.generation.decode import build_drafters
 from lookahead_hf.stats import SpeculativeStats
 from lookahead_hf.tools.serving.answers import FAILED, Answer, Reply
-from lookahead_hf.tools.serving.checks import REFUSED, check_decisions, take_requests
+from lookahead_hf.tools.serving.checks import REFUSED, check_decisions, check_model, take_requests
 from lookahead_hf.tools.serving.fields import (
     STOPPING,
     USUAL,
@@ -239,11 +239,15 @@ def _known_server() -> Any:
 
 
 def _enable_model(manager: Any, enable: Callable[[Any, Any], None]) -> None:
-    """Enable the manager's model, now or when it is loaded."""
-    load = manager.load_model_and_processor
+    """Enable the manager's model, now or when it is loaded, and let it load no other one."""
+    load, only_model = manager.load_model_and_processor, manager.force_model
+    repository = only_model.partition(":")[0] if only_model.endswith(".gguf") else only_model
+    known = manager.process_model_name(repository)
 
-    def load_and_enable(*args: Any, **kwargs: Any) -> Any:
-        model, processor = load(*args, **kwargs)
+    def load_and_enable(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name != known:
+            check_model(name, only_model)
+        model, processor = load(name, *args, **kwargs)
         enable(model, processor)
         return model, for_calls(processor, model, current.get())
 
@@ -445,7 +449,9 @@ def _explain(request: ServedRequest, error: BaseException | None) -> None:
     """Say why a request was not answered, if that is not known yet."""
     if error is None or request.refusal is not None or request.is_cancelled:
         return
-    if isinstance(error, TemplateError):
+    if isinstance(error, Refused):
+        request.refusal, request.status, _ = error.given
+    elif isinstance(error, TemplateError):
         request.refusal = f"the model's chat template refuses the messages: {error}"
     elif request.tools is not None and isinstance(error, ValueError):
         why = str(error).partition("\n")[0]  # transformers reads whole calls alone

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from base64 import b64decode
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lookahead_hf.tools.serving import server
 from lookahead_hf.tools.serving.checks import CHAT, COMPLETIONS, REFUSED, RESPONSES, check_fields
 from tests.helpers.served import Served
 
@@ -126,6 +128,24 @@ def test_a_model_that_is_not_served(served: Served) -> None:
     assert raised.value.code == "model_not_found"
     found = [served.post(path, {"model": "gpt-4o"})[0] for path in ("/load_model", "/reset")]
     assert found == [404, 403]
+
+
+def test_no_request_loads_another_model_or_opens_a_file(
+    served: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("python_multipart")
+    parts = [("file", '; filename="a.wav"', "RIFF"), ("model", "", "gpt-4o")]
+    head = '--x\r\nContent-Disposition: form-data; name="{}"{}\r\n\r\n{}\r\n'
+    body = "".join(head.format(*part) for part in parts) + "--x--\r\n"
+    given = {"Content-Type": "multipart/form-data; boundary=x"}
+    status, answer = served.post("/v1/audio/transcriptions", body.encode(), **given)
+    assert status == 404 and "there is no model 'gpt-4o" in answer
+    name = "abcdefgh"  # the sound is what this means in base64
+    (tmp_path / name).write_text("x")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="the name of a file"):
+        server._prepare_sound(lambda data: None, b64decode(name))
+    server._prepare_sound(lambda data: None, b"RIFF")
 
 
 def test_a_temperature_samples_where_the_model_is_greedy_by_default(served: Served) -> None:
