@@ -49,7 +49,7 @@ class Reach:
     def check(self, text: str) -> None:
         """Raise ValueError if the length of a text, or its beginning, shows that it cannot fit."""
         most, size = self.tokens, len(text)
-        if most is None or size <= 8 * most:
+        if most is None or size <= min(8, self.longest) * most:
             return
         if size > most * self.longest or len(self.tokenizer(text[: 8 * most]).input_ids) > most + 1:
             raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Generator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from contextvars import copy_context
 from types import coroutine
 from typing import Any
@@ -15,50 +15,36 @@ from lookahead_hf.tools.serving.fields import Limits, Reach, ServedRequest, curr
 Handler = Callable[[dict[str, Any], str], Coroutine[Any, Any, Any]]
 
 
-class Readers:
-    """The threads in which requests are checked, and their prompts made and divided into tokens.
+async def read(threads: Executor, work: Callable[..., Any], *args: Any) -> Any:
+    """Return what a function returns, called in one of some threads."""
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(threads, copy_context().run, work, *args)
 
-    Attributes:
-        reach: What the served model can read, once it is loaded.
+
+def reading(threads: Executor, handle: Handler) -> Handler:
+    """Return a method of transformers' server that handles a request, in a thread at first.
+
+    There it goes on until it waits for the model, and so beyond the tokenizer.
     """
 
-    def __init__(self) -> None:
-        self.reach = Reach()
-        self._threads = ThreadPoolExecutor(2, "lookahead_hf reading")
+    async def read_and_handle(body: dict[str, Any], request_id: str) -> Any:
+        request, loop = current.get() or ServedRequest(), asyncio.get_running_loop()
 
-    def end(self) -> None:
-        """End the threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        def begin() -> tuple[Any, Any]:
+            asyncio._set_running_loop(loop)  # for futures that it makes
+            try:
+                running = handle({**(request.body or body)}, request_id)
+                return running, running.send(None)
+            except StopIteration as end:
+                return None, end.value
+            finally:
+                asyncio._set_running_loop(None)
 
-    async def run(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Return what a function returns, called in a thread."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, copy_context().run, work, *args)
+        running, found = await read(threads, begin)
+        request.when_read()
+        return found if running is None else await _rest(running, found)
 
-    def handling(self, handle: Handler) -> Handler:
-        """Return a method of transformers' server that handles a request, in a thread at first.
-
-        There it goes on until it waits for the model, and so beyond the tokenizer.
-        """
-
-        async def handle_apart(body: dict[str, Any], request_id: str) -> Any:
-            request, loop = current.get() or ServedRequest(), asyncio.get_running_loop()
-
-            def begin() -> tuple[Any, Any]:
-                asyncio._set_running_loop(loop)  # for futures that it makes
-                try:
-                    running = handle({**(request.body or body)}, request_id)
-                    return running, running.send(None)
-                except StopIteration as end:
-                    return None, end.value
-                finally:
-                    asyncio._set_running_loop(None)
-
-            running, found = await self.run(begin)
-            request.when_read()
-            return found if running is None else await _rest(running, found)
-
-        return handle_apart
+    return read_and_handle
 
 
 @coroutine

@@ -28,6 +28,7 @@ from lookahead_hf.tools.serving.fields import (
     STOPPING,
     USUAL,
     Limits,
+    Reach,
     ServedRequest,
     current,
 )
@@ -99,6 +100,8 @@ class Running:
 
     Attributes:
         tokenizer: The model's tokenizer, or the processor that has it.
+        reach: What the model can read, once it is loaded.
+        readers: The threads in which requests are checked and divided into tokens.
         queue: Decodes requests together, None before the first one.
     """
 
@@ -108,7 +111,9 @@ class Running:
         self.config, self.limits, self._together = config, limits, together
         self._batching = getattr(state, compat.SERVERS_QUEUE_CONFIG)
         self.tokenizer: Any = None
+        self.reach = Reach()
         self.queue: SpeculativeBatchingManager | None = None
+        self.readers = ThreadPoolExecutor(2, "lookahead_hf reading")
         self._compilers = ThreadPoolExecutor(4, "lookahead_hf compiling")
         self._thread = ThreadPoolExecutor(1, "lookahead_hf generating")
         state.get_manager, state.use_continuous_batching = self.get_manager, self.uses_queue
@@ -117,7 +122,7 @@ class Running:
         """End all threads; the requests were answered or given up."""
         if self.queue is not None:
             self.queue.stop(timeout=STOP_SECONDS, hard_stop=True)
-        for each in (self._thread, self._compilers):
+        for each in (self._thread, self._compilers, self.readers):
             each.shutdown(wait=False, cancel_futures=True)
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
@@ -171,11 +176,7 @@ class Running:
             except Exception as error:
                 give_up(request, error)
             if not request.is_cancelled:
-                # In turn with whoever registers the handler of a stream, which does so afterwards.
-                if request.loop is None:
-                    work()
-                else:
-                    request.loop.call_soon_threadsafe(work)
+                work()
 
         return self._compilers.submit(compile_first)
 

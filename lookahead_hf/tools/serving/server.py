@@ -15,7 +15,7 @@ from functools import partial
 from itertools import accumulate
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import transformers
 from fastapi.middleware.cors import CORSMiddleware
@@ -42,8 +42,11 @@ from lookahead_hf.tools.serving.fields import (
     ServedRequest,
     current,
 )
-from lookahead_hf.tools.serving.reading import Readers, reach_of
+from lookahead_hf.tools.serving.reading import reach_of, read, reading
 from lookahead_hf.tools.serving.schemas import for_calls, trials
+
+if TYPE_CHECKING:
+    from lookahead_hf.tools.serving.running import Running
 
 PREFIX = "lookahead_hf:spec_decode_num_"
 
@@ -133,13 +136,12 @@ def speculating(
         only_model = manager.force_model
         if only_model is None:
             raise ValueError("name the MODEL to serve, a folder or a name of the hub")
-        readers = Readers()
+        running = Running(given["generation_state"], config, limits, together)
         for name in ("chat_handler", "completion_handler", "response_handler"):
-            given[name].handle_request = readers.handling(given[name].handle_request)
+            given[name].handle_request = reading(running.readers, given[name].handle_request)
         speech = given["transcription_handler"]
         speech._prepare_audio_inputs = partial(_prepare_sound, speech._prepare_audio_inputs)
         app = original(*args, **kwargs)
-        running = Running(given["generation_state"], config, limits, together)
 
         def enable(model: Any, processor: Any) -> None:
             if isinstance(model, GenerationMixin) and running.tokenizer is None:
@@ -148,20 +150,19 @@ def speculating(
                     build_drafters(model, own, 1, False)
                 served = ServedGenerate(model, processor, config, metrics.count, limits)
                 vars(model)["generate"] = served
-                running.tokenizer, readers.reach = processor, reach_of(model, processor, limits)
+                running.tokenizer, running.reach = processor, reach_of(model, processor, limits)
                 prepare(model)
 
         _enable_model(manager, enable)
         if hasattr(manager, "get_gen_models"):  # before transformers 5.24
             listed = {"id": only_model, "object": "model", "created": 0, "owned_by": ""}
             manager.get_gen_models = lambda: [listed]
-        entered = {"config": config, "only_model": only_model, "limits": limits, "pools": pools}
-        entered |= {"key": api_key, "live": live, "readers": readers}
-        app.add_middleware(Entrance, **entered)
+        entered = {"key": api_key, "live": live, "only_model": only_model, "pools": pools}
+        app.add_middleware(Entrance, running=running, **entered)
         # Browsers ask without a key first, and read errors only from an answer that allows it.
         app.user_middleware.sort(key=lambda each: each.cls is not CORSMiddleware)
         app.add_api_route("/metrics", metrics.answer, response_model=None, include_in_schema=False)
-        _end_with(app, running.end, readers.end, trials.end)
+        _end_with(app, running.end)
         app.state.end_requests = live.end
         return app
 
@@ -205,7 +206,7 @@ def _prepare_sound(prepare: Callable[..., Any], data: bytes, *args: Any) -> Any:
     return prepare(data, *args)
 
 
-def _end_with(app: Any, *ends: Callable[[], object]) -> None:
+def _end_with(app: Any, end: Callable[[], object]) -> None:
     """Let the threads of a server end with it."""
     inner = app.router.lifespan_context
 
@@ -213,8 +214,8 @@ def _end_with(app: Any, *ends: Callable[[], object]) -> None:
     async def lifespan(app: Any) -> AsyncIterator[Any]:
         async with inner(app) as state:
             yield state
-        for end in ends:
-            end()
+        end()
+        trials.end()
 
     app.router.lifespan_context = lifespan
 
@@ -240,13 +241,12 @@ def _known_server() -> Any:
 
 def _enable_model(manager: Any, enable: Callable[[Any, Any], None]) -> None:
     """Enable the manager's model, now or when it is loaded, and let it load no other one."""
-    load, only_model = manager.load_model_and_processor, manager.force_model
-    repository = only_model.partition(":")[0] if only_model.endswith(".gguf") else only_model
-    known = manager.process_model_name(repository)
+    load, known = manager.load_model_and_processor, [*manager.loaded_models]
 
     def load_and_enable(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name != known:
-            check_model(name, only_model)
+        # Behind a colon is the file of a GGUF.
+        if not any(f"{each}:".startswith(f"{name}:") for each in known):
+            check_model(name, manager.force_model)
         model, processor = load(name, *args, **kwargs)
         enable(model, processor)
         return model, for_calls(processor, model, current.get())
@@ -274,17 +274,14 @@ class Entrance:
     def __init__(
         self,
         app: ASGIApp,
-        config: SpeculativeConfig,
+        running: Running,
         only_model: str,
-        limits: Limits,
         pools: Mapping[str, Any],
         key: str | None,
         live: Live,
-        readers: Readers,
     ) -> None:
-        self._app, self._config, self._only_model = app, config, only_model
-        self._limits, self._pools, self._key = limits, pools, key
-        self._live, self._readers = live, readers
+        self._app, self._running, self._limits = app, running, running.limits
+        self._only_model, self._pools, self._key, self._live = only_model, pools, key, live
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, as ASGI asks for."""
@@ -362,19 +359,19 @@ class Entrance:
         self, scope: Scope, body: bytes, request: ServedRequest, receive: Receive, send: Send
     ) -> None:
         """Check a request's fields, and let the application answer it."""
-        path = scope["path"]
+        path, running = scope["path"], self._running
         is_text = path in PATHS
         requests, num_prompts = [request], 1
         try:
             if is_text:
-                given = path, body, self._config, self._only_model, self._limits, self._pools
-                reading = self._readers.run(take_requests, *given, self._readers.reach)
-                (requests, num_prompts), body = await reading, b"{}"
+                given = path, body, running.config, self._only_model, self._limits, self._pools
+                taking = read(running.readers, take_requests, *given, running.reach)
+                (requests, num_prompts), body = await taking, b"{}"
             elif path == "/reset":
                 raise Refused("this server keeps its model", 403)
             elif path in ("/load_model", "/v1/systemone"):
-                reach = self._readers.reach
-                await self._readers.run(check_decisions, body, self._only_model, reach)
+                model = self._only_model
+                await read(running.readers, check_decisions, body, model, running.reach)
         except ValueError as wrong:
             raise Refused(str(wrong)) from wrong
         # Ids name requests in the queue, so a client must not choose that of another one.
