@@ -185,8 +185,10 @@ _OF_TEMPLATES = frozenset(
     + ("truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask")
     + ("add_generation_prompt", "continue_final_message", "tokenizer_kwargs", "processor_kwargs")
     + ("load_audio_from_video", "num_frames", "video_fps", "fps", "sampling_rate", "kwargs")
+    + ("images", "videos", "audio", "images_kwargs", "videos_kwargs", "audio_kwargs", "text")
+    + ("self", "conversations", "text_kwargs", "common_kwargs")
 )
-"""Arguments of `apply_chat_template` that are the server's."""
+"""Arguments of `apply_chat_template`, or of the processor that it calls, which are the server's."""
 
 _NAME = Annotated[str, Field(min_length=1)]
 _TOKEN: Any = Annotated[_number(int, 0), AfterValidator(_known)]
@@ -369,7 +371,7 @@ def _joined(value: Any) -> str:
         return value
     if not isinstance(value, (list, dict)) or _is_media(value):
         return ""
-    return "\n".join(map(_joined, value if isinstance(value, list) else value.values()))
+    return "\n".join(map(_joined, value if isinstance(value, list) else [*value, *value.values()]))
 
 
 def check_model(model: Any, only_model: str) -> None:

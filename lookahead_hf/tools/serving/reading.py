@@ -59,15 +59,9 @@ def _rest(running: Coroutine[Any, Any, Any], awaited: Any) -> Generator[Any, Any
 
 def reach_of(model: Any, tokenizer: Any, limits: Limits) -> Reach:
     """Return what a model can read."""
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-    longest = max(map(len, tokenizer.get_vocab()))
-    vocab_size = int(compat.text_config(model).vocab_size)
-    return Reach(vocab_size, most_tokens(model, limits), longest, tokenizer)
-
-
-def most_tokens(model: Any, limits: Limits) -> int | None:
-    """Return how many tokens a prompt and its answer may have, None if any number."""
+    tokenizer, text = getattr(tokenizer, "tokenizer", tokenizer), compat.text_config(model)
     most = limits.tokens
     if most is None and not model.config.is_encoder_decoder:
-        most = getattr(compat.text_config(model), "max_position_embeddings", None)
-    return most if isinstance(most, int) and most > 0 else None
+        most = getattr(text, "max_position_embeddings", None)
+    most = most if isinstance(most, int) and most > 0 else None
+    return Reach(int(text.vocab_size), most, max(map(len, tokenizer.get_vocab())), tokenizer)

@@ -26,13 +26,11 @@ from lookahead_hf.stats import SpeculativeStats
 from lookahead_hf.tools.serving.answers import FAILED, places, unfinished_end
 from lookahead_hf.tools.serving.fields import (
     STOPPING,
-    USUAL,
     Limits,
     Reach,
     ServedRequest,
     current,
 )
-from lookahead_hf.tools.serving.reading import most_tokens
 from lookahead_hf.tools.serving.schemas import check_media, grammar_of
 from lookahead_hf.verification import noise
 
@@ -51,35 +49,35 @@ _logger = logging.getLogger(__name__)
 
 
 def add_to_call(
-    request: ServedRequest, config: Any, num_prompt: int, model: Any, tokenizer: Any, limits: Limits
+    request: ServedRequest, config: Any, num_prompt: int, model: Any, reach: Reach
 ) -> dict[str, list[Any]]:
     """Return the processors and criteria of a request by the names of `generate`'s arguments.
 
     A default length in `config`, the settings of its text, is lowered to the room that there is
     behind the tokens of its prompt; ValueError if there is none.
     """
-    _fit(request, config, num_prompt, model, limits)
-    num_prompt = 1 if model.config.is_encoder_decoder else num_prompt
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    is_pair = model.config.is_encoder_decoder
+    _fit(request, config, num_prompt, reach.tokens, is_pair)
+    num_prompt = 1 if is_pair else num_prompt
     own: dict[str, list[Any]] = {"logits_processor": [], "stopping_criteria": []}
     if request.presence_penalty:
         own["logits_processor"].append(PresencePenalty(request.presence_penalty, num_prompt))
     if request.grammar is not None:
         own["logits_processor"].append(request.grammar)
     if request.stop:
-        own["stopping_criteria"].append(StopTexts(request.stop, tokenizer, num_prompt))
+        own["stopping_criteria"].append(StopTexts(request.stop, reach.tokenizer, num_prompt))
     return {name: given for name, given in own.items() if given}
 
 
-def _fit(request: ServedRequest, config: Any, num_prompt: int, model: Any, limits: Limits) -> None:
-    is_pair = model.config.is_encoder_decoder
+def _fit(
+    request: ServedRequest, config: Any, num_prompt: int, most: int | None, is_pair: bool
+) -> None:
     if config.max_new_tokens is None and not is_pair:  # of a `generation_config`
         asked = USUAL_LENGTH if config.max_length is None else config.max_length - num_prompt
         if asked < 1:
             why = f"max_length={config.max_length} leaves no room behind {num_prompt} tokens"
             raise ValueError(f"{why} of the prompt: ask for max_new_tokens")
         config.max_new_tokens, config.max_length = asked, None
-    most = most_tokens(model, limits)
     if most is None:
         return
     room, asked = most - num_prompt, config.max_new_tokens
@@ -99,7 +97,6 @@ class Running:
     It gives the server's `GenerationState` other methods.
 
     Attributes:
-        tokenizer: The model's tokenizer, or the processor that has it.
         reach: What the model can read, once it is loaded.
         readers: The threads in which requests are checked and divided into tokens.
         queue: Decodes requests together, None before the first one.
@@ -110,7 +107,6 @@ class Running:
     ) -> None:
         self.config, self.limits, self._together = config, limits, together
         self._batching = getattr(state, compat.SERVERS_QUEUE_CONFIG)
-        self.tokenizer: Any = None
         self.reach = Reach()
         self.queue: SpeculativeBatchingManager | None = None
         self.readers = ThreadPoolExecutor(2, "lookahead_hf reading")
@@ -171,7 +167,7 @@ class Running:
         def compile_first() -> None:
             try:
                 if not request.is_cancelled:
-                    given = self.tokenizer, self.limits.compile_seconds
+                    given = self.reach.tokenizer, self.limits.compile_seconds
                     request.grammar = grammar_of(request, prompt, *given)
             except Exception as error:
                 give_up(request, error)
@@ -230,7 +226,7 @@ class Adding:
         assert running.queue is not None
         self._running, self._queue, self._model = running, running.queue, model
         self._config, self._request = config, current.get() or ServedRequest()
-        self._tokenizer = getattr(running.tokenizer, "tokenizer", running.tokenizer)
+        self._tokenizer = running.reach.tokenizer
         self.background_thread_status = self._queue
         self.cancel_request = self._queue.cancel_request
 
@@ -249,9 +245,8 @@ class Adding:
     def _add(self, input_ids: Any, given: dict[str, Any]) -> None:
         request, config = self._request, self._config
         try:
-            limits = self._running.limits
             own: dict[str, Any] = add_to_call(
-                request, config, len(input_ids), self._model, self._tokenizer, limits
+                request, config, len(input_ids), self._model, self._running.reach
             )
             settings = _differences(config, self._queue.generation_config)
             if request.samples:
@@ -320,16 +315,10 @@ class ServedGenerate:
     """
 
     def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        config: SpeculativeConfig,
-        count: Callable[[SpeculativeStats], None],
-        limits: Limits = USUAL,
+        self, model: Any, running: Running, count: Callable[[SpeculativeStats], None]
     ) -> None:
-        self._generate = lookahead_hf.enable(model, config).generate
-        self._model, self._tokenizer, self._config = model, tokenizer, config
-        self._limits = limits
+        self._generate = lookahead_hf.enable(model, running.config).generate
+        self._model, self._running = model, running
         lookahead_hf.on_stats(model, count)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -344,12 +333,12 @@ class ServedGenerate:
             kwargs["prediction"] = request.prediction
         if kwargs.get("streamer") is not None or _takes_streamer(self._model, config):
             kwargs["streamer"] = _Watched(
-                request, kwargs.get("streamer"), self._model, self._tokenizer
+                request, kwargs.get("streamer"), self._model, self._running.reach.tokenizer
             )
         try:
             self._apply(request, kwargs, config)
             of_model = getattr(self._model.generation_config, "speculative", None)
-            given = (request.speculative, of_model, self._config)
+            given = (request.speculative, of_model, self._running.config)
             kwargs["speculative"] = next(each for each in given if each is not None)
             with noise.drawing(self._model.device, request.seed):
                 output = self._generate(*args, **kwargs)
@@ -367,8 +356,7 @@ class ServedGenerate:
         ids = kwargs.get("input_ids")
         if config is None or ids is None:
             return
-        num_prompt, model, tokenizer = ids.shape[-1], self._model, self._tokenizer
-        added = add_to_call(request, config, num_prompt, model, tokenizer, self._limits)
+        added = add_to_call(request, config, ids.shape[-1], self._model, self._running.reach)
         for name, own in added.items():
             kwargs[name] = [*(kwargs.get(name) or ()), *own]
 

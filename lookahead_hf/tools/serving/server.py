@@ -144,13 +144,12 @@ def speculating(
         app = original(*args, **kwargs)
 
         def enable(model: Any, processor: Any) -> None:
-            if isinstance(model, GenerationMixin) and running.tokenizer is None:
+            if isinstance(model, GenerationMixin) and running.reach.tokenizer is None:
                 for pool in (config.pool, *pools.values()):
                     own = Request(replace(config, pool=pool), tokenizer=processor)
                     build_drafters(model, own, 1, False)
-                served = ServedGenerate(model, processor, config, metrics.count, limits)
-                vars(model)["generate"] = served
-                running.tokenizer, running.reach = processor, reach_of(model, processor, limits)
+                running.reach = reach_of(model, processor, limits)
+                vars(model)["generate"] = ServedGenerate(model, running, metrics.count)
                 prepare(model)
 
         _enable_model(manager, enable)
@@ -320,7 +319,7 @@ class Entrance:
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes:
         """Return the body of a request; those that come slowly may take memory, too."""
-        live, busy = self._live, Refused("too many requests are being sent: try again later", 429)
+        live = self._live
         most = int(self._limits.body_mb * 1e6)
         too_large = Refused(f"a request has {self._limits.body_mb:g} MB at most: send less", 413)
         said = Headers(scope=scope).get("content-length", "")
@@ -338,7 +337,7 @@ class Entrance:
                 if len(body) > most:
                     raise too_large
                 if live.num_bytes > most * self._limits.waiting:
-                    raise busy
+                    raise Refused("too many requests are being sent: try again later", 429)
                 if not message.get("more_body", False):
                     return bytes(body)
 
@@ -374,6 +373,8 @@ class Entrance:
                 await read(running.readers, check_decisions, body, model, running.reach)
         except ValueError as wrong:
             raise Refused(str(wrong)) from wrong
+        except RecursionError as wrong:
+            raise Refused("the request is too deep: send fewer nested values") from wrong
         # Ids name requests in the queue, so a client must not choose that of another one.
         left_out = [b"x-request-id", *([b"content-type", b"content-length"] if is_text else [])]
         headers = [each for each in scope["headers"] if each[0] not in left_out]

@@ -41,6 +41,7 @@ def said(content: Any, **more: Any) -> dict[str, Any]:
 
 
 CALL = {"role": "assistant", "content": "x"}
+DEEP = b'{"x": ' * 950 + b"5" + b"}" * 950
 WRONG: list[tuple[str, Any]] = [
     (CHAT, said(5)),
     (CHAT, said(["x"])),
@@ -77,7 +78,10 @@ WRONG: list[tuple[str, Any]] = [
     ),
     (CHAT, said("x") | {"temperature": 1e-40, "speculative": False}),
     (CHAT, {"messages": said("x")["messages"] * 4097}),
-    *((CHAT, said("x") | {"chat_template_kwargs": {each: 1}}) for each in ("tokenize", "tools")),
+    *(
+        (CHAT, said("x") | {"chat_template_kwargs": {each: "a.png"}})
+        for each in ("tools", "images")
+    ),
     *((CHAT, said("x") | {"max_tokens": each}) for each in (0, -1, 2**40, 1e3, True)),
     *((CHAT, said("x") | {"temperature": each}) for each in (-1, 1e300, "1")),
     (CHAT, said("x") | {"tools": [{"function": {"name": 5}}]}),
@@ -97,6 +101,7 @@ WRONG: list[tuple[str, Any]] = [
     (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "temperature": 1e999}'),
     (CHAT, b"{"),
     (CHAT, b"[" * 100_000),
+    (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"x": %s}]}' % DEEP),
     (CHAT, b"5"),
     ("/load_model", b"5"),
     ("/v1/systemone", {"state": 5}),
