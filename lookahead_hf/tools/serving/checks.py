@@ -186,7 +186,7 @@ _OF_TEMPLATES = frozenset(
     + ("add_generation_prompt", "continue_final_message", "tokenizer_kwargs", "processor_kwargs")
     + ("load_audio_from_video", "num_frames", "video_fps", "fps", "sampling_rate", "kwargs")
     + ("images", "videos", "audio", "images_kwargs", "videos_kwargs", "audio_kwargs", "text")
-    + ("self", "conversations", "text_kwargs", "common_kwargs")
+    + ("self", "conversations", "text_kwargs", "common_kwargs", "split_special_tokens")
 )
 """Arguments of `apply_chat_template`, or of the processor that it calls, which are the server's."""
 
