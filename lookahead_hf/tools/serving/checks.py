@@ -77,10 +77,10 @@ REFUSED: Mapping[str, Mapping[str, tuple[tuple[Any, ...], str]]] = {
 """Fields by path: the values that ask for nothing, and the remedy for any other value."""
 
 
-MOST_VALUES = 100_000  # Values of a request, or commas in its texts
+MOST_VALUES = 100_000  # Values of a request, unless its text may have more commas
 
 
-def parsed(body: bytes) -> dict[str, Any]:
+def parsed(body: bytes, most: int = MOST_VALUES) -> dict[str, Any]:
     """Return a request's fields; ValueError if it is no object of finite, Unicode JSON."""
 
     def refuse(name: str) -> float:
@@ -89,8 +89,8 @@ def parsed(body: bytes) -> dict[str, Any]:
     def finite(digits: str) -> float:
         return float(digits) if math.isfinite(float(digits)) else refuse(digits[:20])
 
-    if sum(map(body.count, (b",", b"[", b"{"))) > MOST_VALUES:
-        raise ValueError(f"a request has {MOST_VALUES} commas and brackets at most: send less")
+    if sum(map(body.count, (b",", b"[", b"{"))) > most:
+        raise ValueError(f"a request has {most} commas and brackets at most: send less")
     try:
         fields = json.loads(body, parse_constant=refuse, parse_float=finite)
         json.dumps(fields, ensure_ascii=False).encode()
@@ -407,7 +407,7 @@ def take_requests(
     reach: Reach,
 ) -> tuple[list[ServedRequest], int]:
     """Return requests for one text each, and the number of prompts; or refuse them."""
-    fields = parsed(body)
+    fields = parsed(body, max(MOST_VALUES, reach.tokens or 0))
     check_fields(path, fields, only_model, limits, reach)
     each = int(fields.pop("n", None) or 1)
     given = fields.get("prompt") if path == COMPLETIONS else None

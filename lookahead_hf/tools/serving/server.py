@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import logging
 import os
@@ -211,8 +212,10 @@ def _end_with(app: Any, end: Callable[[], object]) -> None:
 
     @asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[Any]:
+        gc.freeze()  # or each large body has the whole model's objects looked through
         async with inner(app) as state:
             yield state
+        gc.unfreeze()
         end()
         trials.end()
 

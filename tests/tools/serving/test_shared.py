@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -454,6 +455,8 @@ def test_no_thread_is_left_of_a_server(folder: str, together: bool) -> None:
     before = {*threading.enumerate()}
     with serving(folder, CONFIG, continuous_batching=together) as served:
         assert len(served.text(max_tokens=4)) == 4
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0
     end = time.monotonic() + 10
     while (left := {*threading.enumerate()} - before) and time.monotonic() < end:
         time.sleep(0.05)
