@@ -32,18 +32,9 @@ MESSAGE = st.fixed_dictionaries(
 NUMBER = st.floats(-3, 3) | st.integers(-3, 30)
 TOKENS = st.lists(st.integers(0, 300), max_size=3)
 PAIR = st.tuples(st.integers(0, 9) | TOKENS, NUMBER)
-SETTINGS = st.dictionaries(
-    st.sampled_from(sorted(checks.SETTINGS.model_fields)),
-    NUMBER
-    | ANY
-    | st.booleans()
-    | st.integers(0, 300)
-    | st.floats(0, 1)
-    | TOKENS
-    | PAIR
-    | st.lists(TOKENS | PAIR, max_size=2),
-    max_size=3,
-)
+VALUE = NUMBER | st.booleans() | TOKENS | PAIR | st.lists(TOKENS | PAIR, max_size=2) | ANY
+NAMES = st.sampled_from(sorted(checks.SETTINGS.model_fields))
+SETTINGS = st.dictionaries(NAMES, st.integers(0, 300) | VALUE, max_size=3)
 OPTIONAL: dict[str, st.SearchStrategy[Any]] = {
     **dict.fromkeys(("temperature", "top_p", "n", "seed", "top_logprobs"), NUMBER),
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), NUMBER),

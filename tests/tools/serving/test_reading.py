@@ -10,15 +10,10 @@ from typing import Any
 import pytest
 
 from lookahead_hf import SpeculativeConfig
-from lookahead_hf.tools.serving.checks import (
-    CHAT,
-    COMPLETIONS,
-    MOST_VALUES,
-    RESPONSES,
-    take_requests,
-)
+from lookahead_hf.tools.serving import checks
+from lookahead_hf.tools.serving.checks import CHAT, COMPLETIONS, RESPONSES
 from lookahead_hf.tools.serving.fields import ANY, USUAL
-from tests.helpers.served import Served
+from tests.helpers.served import Served, joined
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -26,29 +21,21 @@ def test_the_server_answers_while_a_prompt_is_read(
     served: Served, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     (timed,) = served.server._model_manager.loaded_models.values()
-    begun, goes_on = threading.Event(), threading.Event()
-    read = type(timed.processor).apply_chat_template
+    begun, goes_on, tokenizer = threading.Event(), threading.Event(), type(timed.processor)
+    expected, read = served.text(), tokenizer.apply_chat_template
 
     def wait(*args: Any, **kwargs: Any) -> Any:
         begun.set()
         assert goes_on.wait(60)
         return read(*args, **kwargs)
 
-    expected = served.text(max_tokens=8)
-    monkeypatch.setattr(type(timed.processor), "apply_chat_template", wait)
-    body = {"messages": [{"role": "user", "content": "def f(x):"}], "max_tokens": 8}
-    body |= {"temperature": 0, "stream": stream}
+    monkeypatch.setattr(tokenizer, "apply_chat_template", wait)
     with ThreadPoolExecutor(1) as client:
-        asked = client.submit(served.post, CHAT, body)
+        asked = client.submit(lambda: joined(served.ask(stream=True)) if stream else served.text())
         assert begun.wait(60)
         assert "ok" in served.get("/health")
         goes_on.set()
-        status, answer = asked.result(60)
-    assert status == 200
-    events = [json.loads(each[6:]) for each in answer.split("\n\n") if each.startswith("data: {")]
-    texts = [choice["delta"].get("content") for each in events for choice in each["choices"]]
-    whole = "".join(filter(None, texts)) if stream else json.loads(answer)["choices"][0]
-    assert (whole if stream else whole["message"]["content"]) == expected
+        assert asked.result(60) == expected
 
 
 @pytest.mark.parametrize(
@@ -66,14 +53,14 @@ def test_a_text_that_cannot_fit_is_not_read(
 
 
 def test_a_body_has_so_many_values(served: Served) -> None:
-    status, answer = served.post(COMPLETIONS, {"prompt": "x", "user": [[]] * MOST_VALUES})
+    status, answer = served.post(COMPLETIONS, {"prompt": "x", "user": [[]] * checks.MOST_VALUES})
     assert status == 400 and "100000 commas and brackets at most" in answer
 
 
 def test_requests_of_one_body_share_it() -> None:
     body = json.dumps({"prompt": ["a" * 99, "b"], "n": 2, "user": "y" * 99, "seed": 1}).encode()
     given = SpeculativeConfig(), "m", USUAL, {}, ANY
-    requests, num_prompts = take_requests(COMPLETIONS, body, *given)
+    requests, num_prompts = checks.take_requests(COMPLETIONS, body, *given)
     bodies = [request.body or {} for request in requests]
     assert num_prompts == 2 and [each["prompt"][0] for each in bodies] == ["a", "a", "b", "b"]
     assert bodies[0]["prompt"] is bodies[1]["prompt"]

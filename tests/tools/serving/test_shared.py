@@ -405,20 +405,17 @@ def until(found: Callable[[], Any]) -> Any:
 
 
 def test_bodies_that_come_slowly_do_not_keep_others_out(strict: Served) -> None:
-    key = {"Authorization": "Bearer sesame"}
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 9999\r\n"
+    head += "Authorization: Bearer sesame\r\n\r\n"
     with ExitStack() as stack:
-        for size in (0, 1, 9_000):
-            client = stack.enter_context(socket.create_connection(("localhost", strict.port)))
-            head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 9999\r\n"
-            client.sendall(f"{head}Authorization: Bearer sesame\r\n\r\n".encode() + b"x" * size)
-        time.sleep(0.3)
-        assert len(strict.text(max_tokens=4)) == 4
-        status, answer = strict.post(CHAT, said("x" * 11_000), **key)
-        assert status == 413
-        client = stack.enter_context(socket.create_connection(("localhost", strict.port)))
-        client.sendall(f"{head}Authorization: Bearer sesame\r\n\r\n".encode() + b"x" * 9_000)
-        time.sleep(0.3)
-        status, answer = strict.post(CHAT, said("x" * 3_000), **key)
+        for sizes in ((0, 1, 9_000), (9_000,)):
+            for size in sizes:
+                client = socket.create_connection(("localhost", strict.port))
+                stack.enter_context(client).sendall(head.encode() + b"x" * size)
+            time.sleep(0.3)
+            if len(sizes) == 3:
+                assert len(strict.text(max_tokens=4)) == 4
+        status, answer = strict.post(CHAT, said("x" * 3_000), Authorization="Bearer sesame")
         assert status == 429 and "are being sent" in answer
 
 
