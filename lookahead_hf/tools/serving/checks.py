@@ -320,11 +320,7 @@ _DECISIONS = _object({"assets": GenericAlias(dict, (str, _object({}, data_base64
 
 
 def check_fields(
-    path: str,
-    body: dict[str, Any],
-    only_model: str,
-    limits: Limits = USUAL,
-    reach: Reach = ANY,
+    path: str, body: dict[str, Any], only_model: str, limits: Limits = USUAL, reach: Reach = ANY
 ) -> None:
     """Refuse fields that would be ignored or not understood; correct others.
 

@@ -24,13 +24,7 @@ from lookahead_hf.queue.manager import SpeculativeBatchingManager
 from lookahead_hf.queue.methods import BatchOptions, engine_of
 from lookahead_hf.stats import SpeculativeStats
 from lookahead_hf.tools.serving.answers import FAILED, places, unfinished_end
-from lookahead_hf.tools.serving.fields import (
-    STOPPING,
-    Limits,
-    Reach,
-    ServedRequest,
-    current,
-)
+from lookahead_hf.tools.serving.fields import STOPPING, Limits, Reach, ServedRequest, current
 from lookahead_hf.tools.serving.schemas import check_media, grammar_of
 from lookahead_hf.verification import noise
 
