@@ -39,6 +39,8 @@ def reading(threads: Executor, handle: Handler) -> Handler:
                 return None, end.value
             finally:
                 asyncio._set_running_loop(None)
+                if request.is_cancelled:  # meanwhile
+                    request.when_over()
 
         running, found = await read(threads, begin)
         request.when_read()

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -16,26 +20,45 @@ from lookahead_hf.tools.serving.fields import ANY, USUAL
 from tests.helpers.served import Served, joined
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_server_answers_while_a_prompt_is_read(
-    served: Served, monkeypatch: pytest.MonkeyPatch, stream: bool
-) -> None:
+@contextmanager
+def reading(served: Served) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Events that say that a prompt is being read, and let that go on."""
     (timed,) = served.server._model_manager.loaded_models.values()
     begun, goes_on, tokenizer = threading.Event(), threading.Event(), type(timed.processor)
-    expected, read = served.text(), tokenizer.apply_chat_template
+    read = tokenizer.apply_chat_template
 
     def wait(*args: Any, **kwargs: Any) -> Any:
         begun.set()
         assert goes_on.wait(60)
         return read(*args, **kwargs)
 
-    monkeypatch.setattr(tokenizer, "apply_chat_template", wait)
-    with ThreadPoolExecutor(1) as client:
+    with mock.patch.object(tokenizer, "apply_chat_template", wait):
+        yield begun, goes_on
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_server_answers_while_a_prompt_is_read(served: Served, stream: bool) -> None:
+    expected = served.text()
+    with reading(served) as (begun, goes_on), ThreadPoolExecutor(1) as client:
         asked = client.submit(lambda: joined(served.ask(stream=True)) if stream else served.text())
         assert begun.wait(60)
         assert "ok" in served.get("/health")
         goes_on.set()
         assert asked.result(60) == expected
+
+
+def test_nothing_is_kept_of_a_client_that_leaves_meanwhile(served: Served) -> None:
+    from openai import APITimeoutError
+
+    running = served.server._generation_state.get_manager.__self__
+    assert len(served.text(max_tokens=4)) == 4
+    with reading(served) as (_, goes_on):
+        with pytest.raises(APITimeoutError):
+            served.ask(stream=True, timeout=0.5)
+        time.sleep(0.5)
+        goes_on.set()
+        running.readers.submit(time.sleep, 0.5).result()
+    assert not running.queue._handlers and not running.queue.engine.waiting
 
 
 @pytest.mark.parametrize(
