@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -146,16 +147,22 @@ class QueuedRequest:
     # How many of the likeliest tokens in every place have a log probability beside the chosen one;
     # None if no token has.
     num_top: int | None = None
+    error: BaseException | None = None  # what it failed by, unless the whole run has failed
     call: PreparedCall | None = None
     rules: Rules | None = None
     constraint: Constraint | None = None
     log_probs: LogProbs = field(default_factory=LogProbs)
 
+    def note_tokens(self, count: int) -> None:
+        """Note that the text has so many new tokens."""
+        if (times := self.state.timestamps) is not None:
+            times += [time.perf_counter()] * count
+
     def output(self, record: SpeculativeStats | None = None) -> GenerationOutput:
         """Return the text so far, with its statistics at the end."""
         output, found = self.state.to_generation_output(), self.log_probs
         output.logprobs, output.top_logprobs = list(found.of_tokens), list(found.top)
-        output.speculative_stats = record
+        output.speculative_stats, output.exception = record, self.error
         return output
 
 
@@ -325,8 +332,9 @@ class RequestBuilder:
         return admission.takes_flat(self.trial())
 
     def trial(self) -> PreparedCall:
-        """Return the call of a made-up request, of one token, which writes one more."""
-        return self._prepared(QueuedRequest(RequestState("trial", [0], max_new_tokens=1), 0))
+        """Return the call of a made-up request of one token, which writes another without beams."""
+        own = {"max_new_tokens": 1, "logit_processor_kwargs": {"num_beams": 1}}
+        return self._prepared(QueuedRequest(RequestState("trial", [0], **own), 0))
 
 
 def write_alone(

@@ -49,6 +49,8 @@ class Engine:
     stops: Callable[[], bool] = lambda: False  # returns whether to give up the requests in progress
     # Waits while the run is paused; returns whether it was.
     pauses: Callable[[], bool] = lambda: False
+    # Calls a function that writes a text alone, which takes long, perhaps in another thread
+    beside: Callable[[Callable[[], None]], object] = lambda write: write()
     waiting: deque[QueuedRequest] = field(default_factory=deque)  # texts that have not begun
     taken: set[QueuedRequest] = field(default_factory=set)  # texts in progress
     # Held while requests and outputs change hands, and notified of it
@@ -115,13 +117,17 @@ class Engine:
                 job.is_cancelled = not self.hand_out(output)
                 self.changed.notify_all()
 
+    def fail(self, job: QueuedRequest, error: BaseException) -> None:
+        """Hand out the output of a text that has failed."""
+        job.state.status = RequestStatus.FAILED
+        job.state.error = f"{type(error).__name__}: {error}"
+        self.deliver(job)
+
     def fail_waiting(self, error: BaseException) -> None:
         """Fail all texts that have not begun."""
         with self.changed:
             while self.waiting:
-                job = self.waiting.popleft()
-                job.state.status, job.state.error = RequestStatus.FAILED, str(error)
-                self.deliver(job)
+                self.fail(self.waiting.popleft(), error)
 
 
 CHUNK = 128

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -198,31 +198,10 @@ class QueueSession(Session):
 
     def _alone(self, row: int, job: QueuedRequest, unserved: Unserved) -> None:
         """Let plain `generate` write a text that cannot be decoded together with others."""
-
-        def on_token() -> bool:
-            self._note_tokens(job, 1)
-            return job.is_cancelled or self.engine.stops()
-
-        builder, state = self.engine.builder, job.state
+        self._vacate(row)
         self.setup.close()
-        try:
-            fallback.report(builder.model, unserved, builder.request.config.on_fallback)
-            if job.num_top is not None:
-                raise ValueError(
-                    f"a text that is written alone ({unserved.reason}) has no logprobs"
-                )
-            tokens = write_alone(builder.model, builder.settings(job), job.seed, on_token)
-            if self.engine.stops():
-                raise RuntimeError(STOPPED)
-        except Exception as error:
-            self._fail(row, job, error)
-            return
-        finally:
-            self._set_up()
-        state.generated_tokens = tokens
-        if state.timestamps is not None:
-            del state.timestamps[len(tokens) :]  # beams may go on after the best has ended
-        self._finish(row, job, SpeculativeStats(fallback_reason=unserved.reason))
+        self.engine.beside(partial(_write, self.engine, job, unserved))
+        self._set_up()
 
     def _pass_on(self, row: int, job: QueuedRequest) -> None:
         """Pass on the tokens of the latest step, and free the row if its text has ended."""
@@ -239,7 +218,7 @@ class QueueSession(Session):
         outputs = self.verifier.rules_of(row).emitter.outputs
         if isinstance(outputs, KeptScores):
             job.log_probs.add(job.num_top or 0, outputs.take(), new)
-        self._note_tokens(job, len(new))
+        job.note_tokens(len(new))
         if self.rows.finished[row]:
             state.generated_tokens = emitted.tolist()  # a processor may have edited earlier ones
             with self.stats.phase("draft"):
@@ -258,28 +237,25 @@ class QueueSession(Session):
         elif state.streaming and new:
             self.engine.deliver(job)
 
-    def _note_tokens(self, job: QueuedRequest, count: int) -> None:
-        """Note that a text has so many new tokens."""
-        if (times := job.state.timestamps) is not None:
-            times += [time.perf_counter()] * count
-
     def _finish(self, row: int, job: QueuedRequest, stats: SpeculativeStats) -> None:
         job.state.status = RequestStatus.FINISHED
         self.engine.deliver(job, stats)
         self._free(row)
 
     def _fail(self, row: int, job: QueuedRequest, error: BaseException) -> None:
-        job.state.error = f"{type(error).__name__}: {error}"
-        job.state.status = RequestStatus.FAILED
-        self.engine.deliver(job)
+        job.error = error
+        self.engine.fail(job, error)
         self._free(row)
 
     def _free(self, row: int) -> None:
+        self.engine.release(self._vacate(row))
+
+    def _vacate(self, row: int) -> QueuedRequest:
         self.most_new[row] = 0
-        self.engine.release(self.jobs.pop(row))
         self.prompts.reading.pop(row, None)
         for part in (self.rows, self.verifier, self.stats, self.times):
             part.free(row)
+        return self.jobs.pop(row)
 
     def output(self) -> None:
         """Nothing: texts are passed on as they end."""
@@ -290,7 +266,35 @@ class QueueSession(Session):
         self.runner.end()
         self.drafts.end(self.rows)
         for row, job in list(self.jobs.items()):
-            self._fail(row, job, error or RuntimeError(STOPPED))
+            self.engine.fail(job, error or RuntimeError(STOPPED))
+            self._free(row)
+
+
+def _write(engine: Engine, job: QueuedRequest, unserved: Unserved) -> None:
+    """Write the text of a request by plain `generate`."""
+    builder, state = engine.builder, job.state
+
+    def on_token() -> bool:
+        job.note_tokens(1)
+        return job.is_cancelled or engine.stops()
+
+    try:
+        fallback.report(builder.model, unserved, builder.request.config.on_fallback)
+        if job.num_top is not None:
+            raise ValueError(f"a text that is written alone ({unserved.reason}) has no logprobs")
+        tokens = write_alone(builder.model, builder.settings(job), job.seed, on_token)
+        if engine.stops():
+            raise RuntimeError(STOPPED)
+    except Exception as error:
+        job.error = error
+        engine.fail(job, error)
+    else:
+        state.generated_tokens, state.status = tokens, RequestStatus.FINISHED
+        if state.timestamps is not None:
+            del state.timestamps[len(tokens) :]  # beams may go on after the best has ended
+        engine.deliver(job, SpeculativeStats(fallback_reason=unserved.reason))
+    finally:
+        engine.release(job)
 
 
 def decode(engine: Engine) -> None:

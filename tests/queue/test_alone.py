@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -78,6 +79,22 @@ def test_a_cancelled_text_ends_and_other_requests_go_on(model: Any) -> None:
     speculated(found.values())
 
 
+def test_it_may_be_written_beside_the_others(model: Any) -> None:
+    texts, waits = prompts(2, longest=9), Waits()
+    given = {"logits_processor": LogitsProcessorList([waits])}
+    with running(model, settings(model), max_slots=1) as manager, ThreadPoolExecutor(1) as thread:
+        manager.engine.beside = thread.submit
+        manager.add_request(texts[0], request_id="alone", **given, **LONG)
+        assert waits.begun.wait(WAIT)
+        manager.add_request(texts[1], request_id="row")
+        found = results(manager, 1)
+        waits.goes_on.set()
+        found |= results(manager, 1)
+    assert found["alone"].generated_tokens == alone(model, texts[0], settings(model, **LONG))
+    assert found["row"].generated_tokens == alone(model, texts[1], settings(model))
+    speculated([found["row"]])
+
+
 def test_a_hard_stop_ends_the_text(model: Any) -> None:
     config, texts, waits = settings(model), prompts(2, longest=9), Waits()
     given = {"logits_processor": LogitsProcessorList([waits])}
@@ -102,3 +119,12 @@ def test_who_queues_such_a_text_is_warned_once(model: Any) -> None:
     strict = lookahead_hf.SpeculativeConfig(on_fallback="error")
     for output in model.generate_batch(texts, config, speculative=strict).values():
         assert "this call cannot be speculated" in output.error
+
+
+def test_beams_of_all_requests_are_those_of_generate(model: Any) -> None:
+    texts, config = prompts(2, longest=9), settings(model, num_beams=3)
+    found = [*model.generate_batch(texts, config).values()]
+    assert [output.generated_tokens for output in found] == [
+        alone(model, text, config) for text in texts
+    ]
+    assert {output.speculative_stats.fallback_reason for output in found} == {"beams"}

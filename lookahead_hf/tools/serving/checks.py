@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import reduce
 from operator import or_
 from types import GenericAlias, MappingProxyType
@@ -25,7 +26,16 @@ from pydantic import (
 
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.queue.request import request_seed
-from lookahead_hf.tools.serving.fields import USUAL, Limits, Refused, ServedRequest, allowed, shown
+from lookahead_hf.tools.serving.fields import (
+    ANY,
+    USUAL,
+    Limits,
+    Reach,
+    Refused,
+    ServedRequest,
+    allowed,
+    shown,
+)
 from lookahead_hf.tools.serving.schemas import take_schema, take_tools
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -67,7 +77,10 @@ REFUSED: Mapping[str, Mapping[str, tuple[tuple[Any, ...], str]]] = {
 """Fields by path: the values that ask for nothing, and the remedy for any other value."""
 
 
-def parsed(body: bytes) -> dict[str, Any]:
+MOST_VALUES = 100_000  # Values of a request, unless its text may have more commas
+
+
+def parsed(body: bytes, most: int = MOST_VALUES) -> dict[str, Any]:
     """Return a request's fields; ValueError if it is no object of finite, Unicode JSON."""
 
     def refuse(name: str) -> float:
@@ -76,6 +89,8 @@ def parsed(body: bytes) -> dict[str, Any]:
     def finite(digits: str) -> float:
         return float(digits) if math.isfinite(float(digits)) else refuse(digits[:20])
 
+    if sum(map(body.count, (b",", b"[", b"{"))) > most:
+        raise ValueError(f"a request has {most} commas and brackets at most: send less")
     try:
         fields = json.loads(body, parse_constant=refuse, parse_float=finite)
         json.dumps(fields, ensure_ascii=False).encode()
@@ -100,10 +115,10 @@ def _object(
     return create_model("Object", __config__=ConfigDict(strict=True, extra=extra), **fields)
 
 
-def _check(schema: type[BaseModel], fields: dict[str, Any]) -> None:
+def _check(schema: type[BaseModel], fields: dict[str, Any], reach: Reach) -> None:
     """Raise ValueError, with a sentence about the first wrong field, if fields break a schema."""
     try:
-        schema.model_validate(fields)
+        schema.model_validate(fields, context=reach)
     except ValidationError as error:
         wrong = error.errors(include_url=False)
         name = str(wrong[0]["loc"][0])
@@ -127,7 +142,7 @@ def _any(*kinds: Any, told_by: Any = None) -> Any:
     return reduce(or_, kinds) if told_by is None else Annotated[reduce(or_, kinds), told_by]
 
 
-def _list(kind: Any, least: int = 0, most: int | None = None) -> Any:
+def _list(kind: Any, least: int = 0, most: int = 1024) -> Any:
     return Annotated[GenericAlias(list, kind), Field(min_length=least, max_length=most)]
 
 
@@ -135,10 +150,27 @@ def _number(kind: type, least: float, most: float = 2**31 - 1) -> Any:
     return Annotated[kind, Field(ge=least, le=most)]
 
 
-def _settings(text: str) -> str:
+def _pair(*kinds: Any) -> Any:
+    return Annotated[GenericAlias(tuple, kinds), Field(strict=False)]
+
+
+def _temperature(most: float) -> Any:
+    """Return the type of temperatures; below a millionth, scores would not be finite."""
+    return _any(_number(float, 0, 0), _number(float, 1e-6, most))
+
+
+def _settings(text: str, info: Any) -> str:
     """Check the fields of `generation_config`."""
-    _check(_SETTINGS, parsed(text.encode()))
+    _check(SETTINGS, parsed(text.encode()), info.context)
     return text
+
+
+def _known(token: int | str, info: Any) -> int | str:
+    """Check that a token is in the vocabulary."""
+    size = info.context.vocab_size
+    if size is not None and int(token) >= size:
+        raise ValueError(f"the model has {size} tokens, from 0 on")
+    return token
 
 
 def _of_clients(name: str) -> str:
@@ -148,25 +180,21 @@ def _of_clients(name: str) -> str:
     return name
 
 
-def _content(data: str) -> str:
-    """Check that a sound is sent, not named."""
-    if data.startswith(("/", "http")):
-        raise ValueError("send the sound itself, in base64")
-    return data
-
-
 _OF_TEMPLATES = frozenset(
     ("conversation", "messages", "chat_template", "tools", "documents", "tokenize", "padding")
     + ("truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask")
     + ("add_generation_prompt", "continue_final_message", "tokenizer_kwargs", "processor_kwargs")
     + ("load_audio_from_video", "num_frames", "video_fps", "fps", "sampling_rate", "kwargs")
+    + ("images", "videos", "audio", "images_kwargs", "videos_kwargs", "audio_kwargs", "text")
+    + ("self", "conversations", "text_kwargs", "common_kwargs", "split_special_tokens")
 )
-"""Arguments of `apply_chat_template` that are the server's."""
+"""Arguments of `apply_chat_template`, or of the processor that it calls, which are the server's."""
 
-_NAME, _TOKEN = Annotated[str, Field(min_length=1)], _number(int, 0)
+_NAME = Annotated[str, Field(min_length=1)]
+_TOKEN: Any = Annotated[_number(int, 0), AfterValidator(_known)]
 _TOKENS, _TEXTS = _any(_TOKEN, _list(_TOKEN)), _any(_NAME, _list(_NAME, 1, 32))
 
-_SETTINGS = _object(
+SETTINGS = _object(
     {
         **dict.fromkeys(("max_new_tokens", "max_length"), _number(int, 1)),
         **dict.fromkeys(("min_new_tokens", "min_length", "no_repeat_ngram_size"), _number(int, 0)),
@@ -174,32 +202,35 @@ _SETTINGS = _object(
         **dict.fromkeys(("encoder_repetition_penalty",), _number(float, 0.01, 100)),
         **dict.fromkeys(("top_p", "min_p", "top_h", "typical_p"), _number(float, 0, 1)),
         **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), _number(float, 0, 1)),
-        **dict.fromkeys(("length_penalty", "guidance_scale"), _number(float, -100, 100)),
-        **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "eos_token_id"), _TOKENS),
-        **dict.fromkeys(("pad_token_id", "bos_token_id"), _TOKENS),
+        **dict.fromkeys(("length_penalty", "guidance_scale"), _number(float, -10, 10)),
+        **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"), _list(_TOKEN)),
+        **dict.fromkeys(("eos_token_id", "pad_token_id", "bos_token_id"), _TOKENS),
         **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id"), _TOKENS),
-        **dict.fromkeys(("do_sample", "early_stopping", "renormalize_logits"), Any),
-        **dict.fromkeys(("sequence_bias", "exponential_decay_length_penalty"), Any),
-        "bad_words_ids": _list(_list(_TOKEN, 1)),
-        "remove_invalid_values": Any,
-        "temperature": _number(float, 0, 100),
+        **dict.fromkeys(("do_sample", "renormalize_logits", "remove_invalid_values"), bool),
+        "early_stopping": _any(bool, Literal["never"]),
+        "exponential_decay_length_penalty": _pair(_number(int, 0), _number(float, 0.01, 10)),
+        "sequence_bias": _list(_pair(_list(_TOKEN, 1, 64), _number(float, -100, 100)), 1, 256),
+        "bad_words_ids": _list(_list(_TOKEN, 1, 64), 1, 256),
+        "temperature": _temperature(100),
         "top_k": _number(int, 0),
         "max_time": _number(float, 0, 1e9),
         "num_beams": _number(int, 1, 8),
     },
     extra="forbid",
 )
-"""Fields of `generation_config`; `generate` checks those of any type."""
+"""Fields of `generation_config`."""
 
 _SENT = Annotated[str, Field(pattern="^data:")]
 """The content of a picture or film: the server opens no other address and no file."""
 
-_SOUND = Annotated[str, AfterValidator(_content)]
+_FORMAT_NAME = Annotated[str, Field(pattern="^[a-z0-9]+$")]
+"""The format of a sound; transformers' server might read one without as the path of a file."""
+
 _MEDIA: Mapping[str, Mapping[str, Any]] = {
     **{name: {name: _any(_SENT, _object({}, url=_SENT))} for name in ("image_url", "audio_url")},
     "video_url": {"video_url": _any(_SENT, _object({}, url=_SENT))},
     "input_image": {"image_url": _any(_SENT, _object({}, url=_SENT))},
-    "input_audio": {"input_audio": _any(_SOUND, _object({}, data=_SOUND))},
+    "input_audio": {"input_audio": _any(_SENT, _object({}, data=str, format=_FORMAT_NAME))},
     **{name: {} for name in ("file", "input_file")},
 }
 """Parts of a message that transformers' server leaves out for a model that reads text alone."""
@@ -249,22 +280,23 @@ _FORMAT = _any(
     _object({"json_schema": _object({}, schema_=_ANY_SCHEMA)}, type=Literal["json_schema"]),
     told_by=Discriminator("type"),
 )
+_DIGITS = Annotated[str, Field(pattern="^[0-9]{1,9}$"), AfterValidator(_known)]
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _FIELDS = {
     **dict.fromkeys(_LENGTHS, _number(int, 1)),
     **dict.fromkeys(("suffix", "instructions", "user", "model"), str),
-    "temperature": _number(float, 0, 2),
+    "temperature": _temperature(2),
     "top_p": _number(float, 0, 1),
     "frequency_penalty": _number(float, -0.99, 2),
     "presence_penalty": _number(float, -2, 2),
     "seed": _number(int, -(2**63), 2**64 - 1),
     "n": _number(int, 1, 8),
     "stop": _any(_NAME, _list(_NAME)),
-    "stream": bool,
+    **dict.fromkeys(("stream", "parallel_tool_calls"), bool),
     "stream_options": dict[str, Any],
-    "logit_bias": GenericAlias(
-        dict, (Annotated[str, Field(pattern="^[0-9]{1,9}$")], _number(float, -100, 100))
-    ),
+    "logit_bias": Annotated[
+        GenericAlias(dict, (_DIGITS, _number(float, -100, 100))), Field(max_length=1024)
+    ],
     "generation_config": Annotated[str, AfterValidator(_settings)],
     "chat_template_kwargs": dict[
         Annotated[str, AfterValidator(_of_clients)], bool | int | float | str
@@ -274,17 +306,22 @@ _FIELDS = {
     "response_format": _FORMAT,
     "text": _object({"format": _FORMAT}),
 }
-_SCHEMAS: Mapping[str, type[BaseModel]] = {
+SCHEMAS: Mapping[str, type[BaseModel]] = {
     CHAT: _object(
         {**_FIELDS, "logprobs": bool, "top_logprobs": _number(int, 0, 20)},
-        messages=_list(_MESSAGE, 1),
+        messages=_list(_MESSAGE, 1, 4096),
     ),
     COMPLETIONS: _object({**_FIELDS, "logprobs": _number(int, 0, 5)}, prompt=_TEXTS),
-    RESPONSES: _object(_FIELDS, input=_any(_NAME, _list(_ITEM, 1))),
+    RESPONSES: _object(_FIELDS, input=_any(_NAME, _list(_ITEM, 1, 4096))),
 }
 
 
-def check_fields(path: str, body: dict[str, Any], only_model: str, limits: Limits = USUAL) -> None:
+_DECISIONS = _object({"assets": GenericAlias(dict, (str, _object({}, data_base64=_SENT)))})
+
+
+def check_fields(
+    path: str, body: dict[str, Any], only_model: str, limits: Limits = USUAL, reach: Reach = ANY
+) -> None:
     """Refuse fields that would be ignored or not understood; correct others.
 
     The body loses tools that must not be called. Refused if it names another model than the
@@ -295,8 +332,12 @@ def check_fields(path: str, body: dict[str, Any], only_model: str, limits: Limit
         is_neutral = any(type(value) is type(each) and value == each for each in (None, *neutral))
         if not is_neutral:
             raise ValueError(f"{name}={shown(value)} is not served: {fix}")
-    _check(_SCHEMAS[path], body)
+    _check(SCHEMAS[path], body, reach)
     check_model(body.get("model"), only_model)
+    prompts = body["prompt"] if isinstance(body.get("prompt"), list) else [body.get("prompt")]
+    said = [body.get(name) for name in ("messages", "input", "instructions", "tools")]
+    for each in (said, body.get("prediction"), *prompts):
+        reach.check(_joined(each))
     stop = body.get("stop") or []
     stop = [stop] if isinstance(stop, str) else stop
     most, longest = limits.stop_strings, limits.stop_characters
@@ -310,6 +351,23 @@ def check_fields(path: str, body: dict[str, Any], only_model: str, limits: Limit
         body.pop("tools", None)
     if path == RESPONSES and body.get("stream") is None:
         body["stream"] = False  # transformers' server would stream
+
+
+def check_decisions(body: bytes, only_model: str, reach: Reach) -> None:
+    """Refuse a request that names another model, or asks for decisions with files or long texts."""
+    fields = parsed(body)
+    check_model(fields.get("model"), only_model)
+    _check(_DECISIONS, fields, reach)
+    reach.check(_joined([fields.get("state"), fields.get("questions")]))
+
+
+def _joined(value: Any) -> str:
+    """Return all texts of a value, without what is no text."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, (list, dict)) or _is_media(value):
+        return ""
+    return "\n".join(map(_joined, value if isinstance(value, list) else [*value, *value.values()]))
 
 
 def check_model(model: Any, only_model: str) -> None:
@@ -326,34 +384,37 @@ def media(body: Mapping[str, Any]) -> str | None:
         content = message.get("content") if isinstance(message, Mapping) else None
         for part in content if isinstance(content, list) else [message]:
             # In fields that the path does not read there may be anything.
-            if isinstance(part, Mapping) and part.get("type") in [*_MEDIA]:
+            if _is_media(part):
                 return str(part["type"])
     return None
 
 
+def _is_media(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in [*_MEDIA]
+
+
 def take_requests(
     path: str,
-    fields: dict[str, Any],
+    body: bytes,
     config: SpeculativeConfig,
     only_model: str,
     limits: Limits,
     pools: Mapping[str, Any],
-) -> tuple[list[tuple[ServedRequest, bytes]], int]:
-    """Return requests for one text each with bodies, and the number of prompts; or refuse them."""
-    check_fields(path, fields, only_model, limits)
+    reach: Reach,
+) -> tuple[list[ServedRequest], int]:
+    """Return requests for one text each, and the number of prompts; or refuse them."""
+    fields = parsed(body, max(MOST_VALUES, reach.tokens or 0))
+    check_fields(path, fields, only_model, limits, reach)
     each = int(fields.pop("n", None) or 1)
-    given = fields.pop("prompt", None) if path == COMPLETIONS else None
+    given = fields.get("prompt") if path == COMPLETIONS else None
     prompts = given if isinstance(given, list) else [given]
-    taken, text = [], json.dumps(fields)
+    first, taken = take_request(fields, config, limits, pools), []
     for index in range(each * len(prompts)):
-        prompt, body = prompts[index // each], json.loads(text)
-        if prompt is not None:
-            body["prompt"] = prompt
-        request = take_request(body, config, limits, pools)
-        request.loop = asyncio.get_running_loop()
-        if request.seed is not None and index:
-            request.seed = request_seed(request.seed, index)
-        taken.append((request, json.dumps(body).encode()))
+        own = {} if given is None else {"prompt": prompts[index // each]}
+        fresh: dict[str, Any] = {"over": asyncio.Event(), "places": []}
+        taken.append(replace(first, body={**fields, **own}, **fresh))
+        if first.seed is not None and index:
+            taken[-1].seed = request_seed(first.seed, index)
     return taken, len(prompts)
 
 

@@ -37,6 +37,30 @@ class Limits:
 USUAL = Limits()  # The limits of a server that is told no others
 
 
+@dataclass(frozen=True)
+class Reach:
+    """What the served model can read; None where that is not known."""
+
+    vocab_size: int | None = None
+    tokens: int | None = None  # of a prompt and its answer
+    longest: int = 1  # the most characters of a token
+    tokenizer: Any = None
+
+    def check(self, text: str) -> None:
+        """Raise ValueError if the length of a text, or its beginning, shows that it cannot fit."""
+        most, size = self.tokens, len(text)
+        if most is None or size <= min(8, self.longest) * most:
+            return
+        if size > most * self.longest or len(self.tokenizer(text[: 8 * most]).input_ids) > most + 1:
+            raise ValueError(
+                f"a text of {size} characters needs more than the {most} tokens that one may have "
+                "here: shorten it"
+            )
+
+
+ANY = Reach()  # Of a model that is not known
+
+
 class Refused(Exception):
     """A request is not served: why, with which status and code."""
 
@@ -87,6 +111,8 @@ class ServedRequest:
     The event loop and the generating thread share it; each attribute is written by one of them.
     """
 
+    # The fields that transformers' server gets, which requests of one body share
+    body: dict[str, Any] | None = None
     # A configuration, False for plain decoding, None for the server's default
     speculative: SpeculativeConfig | bool | None = None
     prediction: str | None = None  # the text that the client expects
@@ -123,8 +149,10 @@ class ServedRequest:
     # Set when nobody waits any more; of the event loop `loop`.
     over: asyncio.Event = field(default_factory=asyncio.Event)
     loop: asyncio.AbstractEventLoop | None = None
-    # Called in the event loop when nobody waits any more
+    # Called in the event loop when its prompt has tokens, and when nobody waits any more
+    when_read: Callable[[], object] = lambda: None
     when_over: Callable[[], object] = lambda: None
+    abort: Callable[[], object] = lambda: None  # ends its connection
 
     def end(self, refusal: str | None = None, status: int = 400) -> None:
         """Give the request up, from any thread; say why, unless its client has gone."""
@@ -150,6 +178,7 @@ class Live:
 
     def __init__(self) -> None:
         self.requests: set[ServedRequest] = set()
+        self.num_bytes = 0  # of bodies that are being sent
         self.is_ending = False  # whether no more are served
 
     def end(self) -> None:

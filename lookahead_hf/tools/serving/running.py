@@ -24,13 +24,7 @@ from lookahead_hf.queue.manager import SpeculativeBatchingManager
 from lookahead_hf.queue.methods import BatchOptions, engine_of
 from lookahead_hf.stats import SpeculativeStats
 from lookahead_hf.tools.serving.answers import FAILED, places, unfinished_end
-from lookahead_hf.tools.serving.fields import (
-    STOPPING,
-    USUAL,
-    Limits,
-    ServedRequest,
-    current,
-)
+from lookahead_hf.tools.serving.fields import STOPPING, Limits, Reach, ServedRequest, current
 from lookahead_hf.tools.serving.schemas import check_media, grammar_of
 from lookahead_hf.verification import noise
 
@@ -44,44 +38,41 @@ _OF_SERVER = (
 )
 """Settings that a text in a queue does not have, or gets in another way."""
 
-_OWN_ERRORS = ("ValueError", "SpeculationFallbackError")  # Errors of a request's own settings
 
 _logger = logging.getLogger(__name__)
 
 
 def add_to_call(
-    request: ServedRequest, config: Any, num_prompt: int, model: Any, tokenizer: Any, limits: Limits
+    request: ServedRequest, config: Any, num_prompt: int, model: Any, reach: Reach
 ) -> dict[str, list[Any]]:
     """Return the processors and criteria of a request by the names of `generate`'s arguments.
 
     A default length in `config`, the settings of its text, is lowered to the room that there is
     behind the tokens of its prompt; ValueError if there is none.
     """
-    _fit(request, config, num_prompt, model, limits)
-    num_prompt = 1 if model.config.is_encoder_decoder else num_prompt
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    is_pair = model.config.is_encoder_decoder
+    _fit(request, config, num_prompt, reach.tokens, is_pair)
+    num_prompt = 1 if is_pair else num_prompt
     own: dict[str, list[Any]] = {"logits_processor": [], "stopping_criteria": []}
     if request.presence_penalty:
         own["logits_processor"].append(PresencePenalty(request.presence_penalty, num_prompt))
     if request.grammar is not None:
         own["logits_processor"].append(request.grammar)
     if request.stop:
-        own["stopping_criteria"].append(StopTexts(request.stop, tokenizer, num_prompt))
+        own["stopping_criteria"].append(StopTexts(request.stop, reach.tokenizer, num_prompt))
     return {name: given for name, given in own.items() if given}
 
 
-def _fit(request: ServedRequest, config: Any, num_prompt: int, model: Any, limits: Limits) -> None:
-    is_pair = model.config.is_encoder_decoder
+def _fit(
+    request: ServedRequest, config: Any, num_prompt: int, most: int | None, is_pair: bool
+) -> None:
     if config.max_new_tokens is None and not is_pair:  # of a `generation_config`
         asked = USUAL_LENGTH if config.max_length is None else config.max_length - num_prompt
         if asked < 1:
             why = f"max_length={config.max_length} leaves no room behind {num_prompt} tokens"
             raise ValueError(f"{why} of the prompt: ask for max_new_tokens")
         config.max_new_tokens, config.max_length = asked, None
-    most = limits.tokens
-    if most is None and not is_pair:
-        most = getattr(compat.text_config(model), "max_position_embeddings", None)
-    if not isinstance(most, int) or most <= 0:
+    if most is None:
         return
     room, asked = most - num_prompt, config.max_new_tokens
     if room < 1 or (request.length is not None and asked is not None and asked > room):
@@ -100,7 +91,8 @@ class Running:
     It gives the server's `GenerationState` other methods.
 
     Attributes:
-        tokenizer: The model's tokenizer, or the processor that has it.
+        reach: What the model can read, once it is loaded.
+        readers: The threads in which requests are checked and divided into tokens.
         queue: Decodes requests together, None before the first one.
     """
 
@@ -109,8 +101,9 @@ class Running:
     ) -> None:
         self.config, self.limits, self._together = config, limits, together
         self._batching = getattr(state, compat.SERVERS_QUEUE_CONFIG)
-        self.tokenizer: Any = None
+        self.reach = Reach()
         self.queue: SpeculativeBatchingManager | None = None
+        self.readers = ThreadPoolExecutor(2, "lookahead_hf reading")
         self._compilers = ThreadPoolExecutor(4, "lookahead_hf compiling")
         self._thread = ThreadPoolExecutor(1, "lookahead_hf generating")
         state.get_manager, state.use_continuous_batching = self.get_manager, self.uses_queue
@@ -119,7 +112,7 @@ class Running:
         """End all threads; the requests were answered or given up."""
         if self.queue is not None:
             self.queue.stop(timeout=STOP_SECONDS, hard_stop=True)
-        for each in (self._thread, self._compilers):
+        for each in (self._thread, self._compilers, self.readers):
             each.shutdown(wait=False, cancel_futures=True)
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
@@ -154,6 +147,7 @@ class Running:
             _logger.warning("requests are decoded one after the other: %s", error)
             self._together = False
         else:
+            engine.beside = self._thread.submit
             self.queue = SpeculativeBatchingManager(engine)
             self.queue.start()
 
@@ -167,19 +161,12 @@ class Running:
         def compile_first() -> None:
             try:
                 if not request.is_cancelled:
-                    given = self.tokenizer, self.limits.compile_seconds
+                    given = self.reach.tokenizer, self.limits.compile_seconds
                     request.grammar = grammar_of(request, prompt, *given)
-            except ValueError as error:
-                request.end(str(error))
-            except Exception:
-                _logger.exception("a request failed")
-                request.end(FAILED, 500)
+            except Exception as error:
+                give_up(request, error)
             if not request.is_cancelled:
-                # In turn with whoever registers the handler of a stream, which does so afterwards.
-                if request.loop is None:
-                    work()
-                else:
-                    request.loop.call_soon_threadsafe(work)
+                work()
 
         return self._compilers.submit(compile_first)
 
@@ -233,27 +220,27 @@ class Adding:
         assert running.queue is not None
         self._running, self._queue, self._model = running, running.queue, model
         self._config, self._request = config, current.get() or ServedRequest()
-        self._tokenizer = getattr(running.tokenizer, "tokenizer", running.tokenizer)
+        self._tokenizer = running.reach.tokenizer
         self.background_thread_status = self._queue
         self.cancel_request = self._queue.cancel_request
 
     def add_request(self, input_ids: Any, request_id: str, **given: Any) -> str:
         """Add the request with its own settings, once its handler is there and its grammar."""
+        # A stream's handler is registered after this.
         request = self._request
         request.generates = True
         request.when_over = partial(self.cancel_request, request_id)
         given |= {"request_id": request_id, "streaming": True}
         work = partial(self._add, input_ids, given)
-        if self._running.compiling(request, input_ids, work) is None:
-            asyncio.get_running_loop().call_soon(work)
+        compiling = self._running.compiling
+        request.when_read = lambda: compiling(request, input_ids, work) or work()
         return request_id
 
     def _add(self, input_ids: Any, given: dict[str, Any]) -> None:
         request, config = self._request, self._config
         try:
-            limits = self._running.limits
             own: dict[str, Any] = add_to_call(
-                request, config, len(input_ids), self._model, self._tokenizer, limits
+                request, config, len(input_ids), self._model, self._running.reach
             )
             settings = _differences(config, self._queue.generation_config)
             if request.samples:
@@ -265,9 +252,8 @@ class Adding:
                 request.end(STOPPING, 503)
             if request.is_cancelled:
                 self.cancel_request(given["request_id"])
-        except Exception as error:  # of its own settings: nothing else was done
-            _logger.warning("a request was refused", exc_info=error)
-            request.end(str(error) or type(error).__name__)
+        except Exception as error:
+            give_up(request, error)
 
     def register_result_handler(self, request_id: str, callback: Callable[..., Any]) -> None:
         """Register the handler of the request's outputs, of which it is told what it expects."""
@@ -275,9 +261,7 @@ class Adding:
 
         def hear(output: Any) -> None:
             if output.error is not None:
-                kind, _, why = output.error.partition(": ")
-                is_own = kind in _OWN_ERRORS or not output.generated_tokens
-                request.end(*((why,) if is_own else (FAILED, 500)))
+                give_up(request, output.exception or RuntimeError(output.error))
                 return
             request.has_begun = True
             if request.log_probs is not None:
@@ -303,6 +287,17 @@ def _differences(config: Any, default: Any) -> dict[str, Any]:
     }
 
 
+def give_up(request: ServedRequest, error: BaseException) -> None:
+    """End a request that has failed by its own mistake, such as a setting, or by the server's."""
+    # torch says the latter where settings rule all tokens out.
+    of_settings = request.length == "generation_config" and "probability tensor" in str(error)
+    if of_settings or isinstance(error, (ValueError, ArithmeticError)):
+        request.end(str(error).strip().partition("\n")[0] or type(error).__name__)
+    else:
+        _logger.error("a request failed", exc_info=error)
+        request.end(FAILED, 500)
+
+
 class Cancelled(Exception):
     """Ends a generation whose client went away."""
 
@@ -314,16 +309,10 @@ class ServedGenerate:
     """
 
     def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        config: SpeculativeConfig,
-        count: Callable[[SpeculativeStats], None],
-        limits: Limits = USUAL,
+        self, model: Any, running: Running, count: Callable[[SpeculativeStats], None]
     ) -> None:
-        self._generate = lookahead_hf.enable(model, config).generate
-        self._model, self._tokenizer, self._config = model, tokenizer, config
-        self._limits = limits
+        self._generate = lookahead_hf.enable(model, running.config).generate
+        self._model, self._running = model, running
         lookahead_hf.on_stats(model, count)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -338,24 +327,19 @@ class ServedGenerate:
             kwargs["prediction"] = request.prediction
         if kwargs.get("streamer") is not None or _takes_streamer(self._model, config):
             kwargs["streamer"] = _Watched(
-                request, kwargs.get("streamer"), self._model, self._tokenizer
+                request, kwargs.get("streamer"), self._model, self._running.reach.tokenizer
             )
         try:
             self._apply(request, kwargs, config)
             of_model = getattr(self._model.generation_config, "speculative", None)
-            given = (request.speculative, of_model, self._config)
+            given = (request.speculative, of_model, self._running.config)
             kwargs["speculative"] = next(each for each in given if each is not None)
             with noise.drawing(self._model.device, request.seed):
                 output = self._generate(*args, **kwargs)
         except Cancelled:
             raise
         except Exception as error:
-            # What a request sets itself is refused by torch as well.
-            own = request.length == "generation_config" and not request.has_begun
-            if isinstance(error, ValueError) or own:
-                request.refusal = str(error).strip().partition("\n")[0] or type(error).__name__
-            else:
-                _logger.exception("a request failed")
+            give_up(request, error)
             raise
         request.stats = stats.of_this_thread(self._model)
         return output
@@ -366,8 +350,7 @@ class ServedGenerate:
         ids = kwargs.get("input_ids")
         if config is None or ids is None:
             return
-        num_prompt, model, tokenizer = ids.shape[-1], self._model, self._tokenizer
-        added = add_to_call(request, config, num_prompt, model, tokenizer, self._limits)
+        added = add_to_call(request, config, ids.shape[-1], self._model, self._running.reach)
         for name, own in added.items():
             kwargs[name] = [*(kwargs.get(name) or ()), *own]
 

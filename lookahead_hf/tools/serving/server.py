@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import logging
 import os
 import secrets
+from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import transformers
 from fastapi.middleware.cors import CORSMiddleware
@@ -30,7 +33,7 @@ from lookahead_hf.fallback import TRANSFORMERS
 from lookahead_hf.generation.decode import build_drafters
 from lookahead_hf.stats import SpeculativeStats
 from lookahead_hf.tools.serving.answers import FAILED, Answer, Reply
-from lookahead_hf.tools.serving.checks import REFUSED, check_model, parsed, take_requests
+from lookahead_hf.tools.serving.checks import REFUSED, check_decisions, check_model, take_requests
 from lookahead_hf.tools.serving.fields import (
     STOPPING,
     USUAL,
@@ -40,7 +43,11 @@ from lookahead_hf.tools.serving.fields import (
     ServedRequest,
     current,
 )
+from lookahead_hf.tools.serving.reading import reach_of, read, reading
 from lookahead_hf.tools.serving.schemas import for_calls, trials
+
+if TYPE_CHECKING:
+    from lookahead_hf.tools.serving.running import Running
 
 PREFIX = "lookahead_hf:spec_decode_num_"
 
@@ -130,25 +137,28 @@ def speculating(
         only_model = manager.force_model
         if only_model is None:
             raise ValueError("name the MODEL to serve, a folder or a name of the hub")
-        app = original(*args, **kwargs)
         running = Running(given["generation_state"], config, limits, together)
+        for name in ("chat_handler", "completion_handler", "response_handler"):
+            given[name].handle_request = reading(running.readers, given[name].handle_request)
+        speech = given["transcription_handler"]
+        speech._prepare_audio_inputs = partial(_prepare_sound, speech._prepare_audio_inputs)
+        app = original(*args, **kwargs)
 
         def enable(model: Any, processor: Any) -> None:
-            if isinstance(model, GenerationMixin) and running.tokenizer is None:
+            if isinstance(model, GenerationMixin) and running.reach.tokenizer is None:
                 for pool in (config.pool, *pools.values()):
                     own = Request(replace(config, pool=pool), tokenizer=processor)
                     build_drafters(model, own, 1, False)
-                served = ServedGenerate(model, processor, config, metrics.count, limits)
-                vars(model)["generate"] = served
-                running.tokenizer = processor
+                running.reach = reach_of(model, processor, limits)
+                vars(model)["generate"] = ServedGenerate(model, running, metrics.count)
                 prepare(model)
 
         _enable_model(manager, enable)
         if hasattr(manager, "get_gen_models"):  # before transformers 5.24
             listed = {"id": only_model, "object": "model", "created": 0, "owned_by": ""}
             manager.get_gen_models = lambda: [listed]
-        entered = {"config": config, "only_model": only_model, "limits": limits, "pools": pools}
-        app.add_middleware(Entrance, key=api_key, live=live, **entered)
+        entered = {"key": api_key, "live": live, "only_model": only_model, "pools": pools}
+        app.add_middleware(Entrance, running=running, **entered)
         # Browsers ask without a key first, and read errors only from an answer that allows it.
         app.user_middleware.sort(key=lambda each: each.cls is not CORSMiddleware)
         app.add_api_route("/metrics", metrics.answer, response_model=None, include_in_schema=False)
@@ -163,6 +173,9 @@ def speculating(
         server.build_server = original
 
 
+END_SECONDS = 5  # The longest wait for a client to read the end of an answer
+
+
 @contextmanager
 def ending_at_once() -> Iterator[None]:
     """Let servers end their requests at the first signal, and the process at the second one."""
@@ -175,6 +188,7 @@ def ending_at_once() -> Iterator[None]:
             trials.kill()
             os._exit(130)  # whatever is computed, since a step may take long
         original(server, *args)
+        server.config.timeout_graceful_shutdown = END_SECONDS  # for clients that do not read
         state = getattr(server.config.app, "state", None)
         getattr(state, "end_requests", lambda: None)()
 
@@ -185,14 +199,23 @@ def ending_at_once() -> Iterator[None]:
         uvicorn.Server.handle_exit = original  # type: ignore[method-assign]
 
 
+def _prepare_sound(prepare: Callable[..., Any], data: bytes, *args: Any) -> Any:
+    """Call the function with which transformers' server reads a sound, unless it reads a file."""
+    if os.path.isfile(b64encode(data)):
+        raise ValueError("the sound has the name of a file")
+    return prepare(data, *args)
+
+
 def _end_with(app: Any, end: Callable[[], object]) -> None:
     """Let the threads of a server end with it."""
     inner = app.router.lifespan_context
 
     @asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[Any]:
+        gc.freeze()  # or each large body has the whole model's objects looked through
         async with inner(app) as state:
             yield state
+        gc.unfreeze()
         end()
         trials.end()
 
@@ -219,11 +242,14 @@ def _known_server() -> Any:
 
 
 def _enable_model(manager: Any, enable: Callable[[Any, Any], None]) -> None:
-    """Enable the manager's model, now or when it is loaded."""
-    load = manager.load_model_and_processor
+    """Enable the manager's model, now or when it is loaded, and let it load no other one."""
+    load, known = manager.load_model_and_processor, [*manager.loaded_models]
 
-    def load_and_enable(*args: Any, **kwargs: Any) -> Any:
-        model, processor = load(*args, **kwargs)
+    def load_and_enable(name: str, *args: Any, **kwargs: Any) -> Any:
+        # Behind a colon is the file of a GGUF.
+        if not any(f"{each}:".startswith(f"{name}:") for each in known):
+            check_model(name, manager.force_model)
+        model, processor = load(name, *args, **kwargs)
         enable(model, processor)
         return model, for_calls(processor, model, current.get())
 
@@ -250,16 +276,14 @@ class Entrance:
     def __init__(
         self,
         app: ASGIApp,
-        config: SpeculativeConfig,
+        running: Running,
         only_model: str,
-        limits: Limits,
         pools: Mapping[str, Any],
         key: str | None,
         live: Live,
     ) -> None:
-        self._app, self._config, self._only_model = app, config, only_model
-        self._limits, self._pools, self._key = limits, pools, key
-        self._live = live
+        self._app, self._running, self._limits = app, running, running.limits
+        self._only_model, self._pools, self._key, self._live = only_model, pools, key, live
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, as ASGI asks for."""
@@ -267,17 +291,19 @@ class Entrance:
             await self._app(scope, receive, send)
             return
         request, live = ServedRequest(loop=asyncio.get_running_loop()), self._live
+        with suppress(AttributeError):  # of uvicorn
+            request.abort = receive.__self__.transport.abort
         try:
             self._check_key(scope)
             if scope["method"] != "POST":
                 await self._app(scope, receive, send)
                 return
+            body = await self._read(scope, receive)
             if live.is_ending:
                 raise Refused(STOPPING, 503)
             self._check_waiting(1)
             live.requests.add(request)
             try:
-                body = await self._read(scope, receive)
                 await self._serve(scope, body, request, receive, send)
             finally:
                 live.requests.discard(request)
@@ -295,7 +321,8 @@ class Entrance:
             raise Refused("this server needs its API key", 401, "invalid_api_key")
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes:
-        """Return the body of a request."""
+        """Return the body of a request; those that come slowly may take memory, too."""
+        live = self._live
         most = int(self._limits.body_mb * 1e6)
         too_large = Refused(f"a request has {self._limits.body_mb:g} MB at most: send less", 413)
         said = Headers(scope=scope).get("content-length", "")
@@ -309,8 +336,11 @@ class Entrance:
                 if message["type"] == "http.disconnect":
                     raise ConnectionAbortedError
                 body.extend(message.get("body", b""))
+                live.num_bytes += len(message.get("body", b""))
                 if len(body) > most:
                     raise too_large
+                if live.num_bytes > most * self._limits.waiting:
+                    raise Refused("too many requests are being sent: try again later", 429)
                 if not message.get("more_body", False):
                     return bytes(body)
 
@@ -318,6 +348,8 @@ class Entrance:
             return await asyncio.wait_for(read(), self._limits.seconds)
         except asyncio.TimeoutError:
             raise Refused(f"the request was not sent in {self._limits.seconds:g} seconds") from None
+        finally:
+            live.num_bytes -= len(body)
 
     def _check_waiting(self, num_new: int) -> None:
         """Refuse so many texts, of which a request may ask for several, if too many wait."""
@@ -329,24 +361,29 @@ class Entrance:
         self, scope: Scope, body: bytes, request: ServedRequest, receive: Receive, send: Send
     ) -> None:
         """Check a request's fields, and let the application answer it."""
-        path = scope["path"]
+        path, running = scope["path"], self._running
         is_text = path in PATHS
-        taken, num_prompts = [(request, body)], 1
+        requests, num_prompts = [request], 1
         try:
             if is_text:
-                given = path, parsed(body), self._config, self._only_model
-                taken, num_prompts = take_requests(*given, self._limits, self._pools)
+                given = path, body, running.config, self._only_model, self._limits, self._pools
+                taking = read(running.readers, take_requests, *given, running.reach)
+                (requests, num_prompts), body = await taking, b"{}"
             elif path == "/reset":
                 raise Refused("this server keeps its model", 403)
             elif path in ("/load_model", "/v1/systemone"):
-                check_model(parsed(body).get("model"), self._only_model)
+                model = self._only_model
+                await read(running.readers, check_decisions, body, model, running.reach)
         except ValueError as wrong:
             raise Refused(str(wrong)) from wrong
+        except RecursionError as wrong:
+            raise Refused("the request is too deep: send fewer nested values") from wrong
         # Ids name requests in the queue, so a client must not choose that of another one.
         left_out = [b"x-request-id", *([b"content-type", b"content-length"] if is_text else [])]
         headers = [each for each in scope["headers"] if each[0] not in left_out]
         headers += [(b"content-type", b"application/json")] if is_text else []
-        requests = [each for each, _ in taken]
+        for each in requests:
+            each.loop, each.abort = request.loop, request.abort
         answer, live = Answer(requests, num_prompts), self._live.requests
         live.discard(request)
         self._check_waiting(len(requests))
@@ -360,8 +397,8 @@ class Entrance:
         watching = asyncio.ensure_future(watch())
         try:
             runs = [
-                self._run(each, sent, Reply(each, send, answer, holds=is_text), scope, headers)
-                for each, sent in taken
+                self._run(each, body, Reply(each, send, answer, holds=is_text), scope, headers)
+                for each in requests
             ]
             await asyncio.gather(*runs)
         finally:
@@ -390,6 +427,7 @@ class Entrance:
         answering = asyncio.ensure_future(self._app(own, next_message, reply))
         over = asyncio.ensure_future(request.over.wait())
         seconds = self._limits.seconds
+        late = asyncio.get_running_loop().call_later(seconds + END_SECONDS, request.abort)
         try:
             both = {answering, over}
             done, _ = await asyncio.wait(both, timeout=seconds, return_when="FIRST_COMPLETED")
@@ -405,17 +443,22 @@ class Entrance:
             over.cancel()
         if request.refusal is not None:
             await reply.refuse(request.refusal, request.status)
+        late.cancel()
 
 
 def _explain(request: ServedRequest, error: BaseException | None) -> None:
     """Say why a request was not answered, if that is not known yet."""
     if error is None or request.refusal is not None or request.is_cancelled:
         return
-    if isinstance(error, TemplateError):
+    if isinstance(error, Refused):
+        request.refusal, request.status, _ = error.given
+    elif isinstance(error, TemplateError):
         request.refusal = f"the model's chat template refuses the messages: {error}"
     elif request.tools is not None and isinstance(error, ValueError):
         why = str(error).partition("\n")[0]  # transformers reads whole calls alone
         request.refusal = f"the answer ends within a tool's call: allow more tokens ({why})"
+    elif isinstance(error, ImportError):
+        request.refusal = f"this server lacks a package: {str(error).strip()}"
     elif isinstance(error, _OF_REQUESTS) and not request.generates:
         _logger.warning("a request was refused", exc_info=error)
         request.refusal = "the request is not understood: compare its fields with OpenAI's API"

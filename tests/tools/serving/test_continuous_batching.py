@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from lookahead_hf import SpeculativeConfig, totals
 from lookahead_hf.queue.manager import RUN
-from tests.helpers.served import Served, joined, serving
+from lookahead_hf.tools.serving.fields import Limits
+from tests.helpers.served import Served, hooked, joined, save_ascii_chat, serving
 from tests.helpers.tiny_chat import DRAFTING
 
 PROMPTS = ["def f(x):", "def g(y):\n    return y", "a b a b a b"]
@@ -109,3 +112,20 @@ def test_log_probabilities_of_completions(served: Served) -> None:
     assert "".join(found.tokens) == choice.text and found.text_offset == [*range(5)]
     assert [max(each.values()) for each in found.top_logprobs] == found.token_logprobs
     assert {len(each) for each in found.top_logprobs} == {2}
+
+
+@pytest.mark.filterwarnings("ignore:.*runs plain generate")
+def test_a_text_whose_positions_change_is_written_beside_the_others(tmp_path: Path) -> None:
+    folder = save_ascii_chat(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.config.max_position_embeddings = 48
+    model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    model.save_pretrained(folder)
+    threads: set[str] = set()
+    with (
+        serving(folder, SpeculativeConfig(**DRAFTING), limits=Limits(tokens=200)) as served,
+        hooked(served.model, lambda *args: threads.add(threading.current_thread().name)),
+    ):
+        assert served.text(max_tokens=60) == served.plain(max_tokens=60)
+        assert served.ask(max_tokens=60).metrics["speculative_decoding"]["fallback_reason"]
+    assert len(threads) == 1 and not threads.pop().startswith(RUN)

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
+from lookahead_hf.tools.serving import checks
 from lookahead_hf.tools.serving.answers import FAILED
 from lookahead_hf.tools.serving.checks import CHAT, COMPLETIONS, RESPONSES
 from tests.helpers.served import Served
@@ -29,11 +30,11 @@ MESSAGE = st.fixed_dictionaries(
     {"role": st.sampled_from(["user", "system", "assistant", "x"]), "content": WORD | ANY}
 ) | st.fixed_dictionaries({"role": st.just("user"), "content": st.lists(PART, max_size=2)})
 NUMBER = st.floats(-3, 3) | st.integers(-3, 30)
-SETTINGS = st.dictionaries(
-    st.sampled_from(["max_new_tokens", "top_k", "num_beams", "bad_words_ids", "min_p"]),
-    NUMBER | ANY,
-    max_size=2,
-)
+TOKENS = st.lists(st.integers(0, 300), max_size=3)
+PAIR = st.tuples(st.integers(0, 9) | TOKENS, NUMBER)
+VALUE = NUMBER | st.booleans() | TOKENS | PAIR | st.lists(TOKENS | PAIR, max_size=2) | ANY
+NAMES = st.sampled_from(sorted(checks.SETTINGS.model_fields))
+SETTINGS = st.dictionaries(NAMES, st.integers(0, 300) | VALUE, max_size=3)
 OPTIONAL: dict[str, st.SearchStrategy[Any]] = {
     **dict.fromkeys(("temperature", "top_p", "n", "seed", "top_logprobs"), NUMBER),
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), NUMBER),
@@ -63,8 +64,9 @@ def requests(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     """A path and a body, most of whose fields have values of the right type."""
     path = draw(st.sampled_from([CHAT, CHAT, COMPLETIONS, RESPONSES]))
     name, values = NEEDED[path]
-    names = draw(st.lists(st.sampled_from(sorted(OPTIONAL)), max_size=4, unique=True))
-    body = {each: draw(OPTIONAL[each] | ANY) for each in names}
+    known = sorted({*OPTIONAL, *checks.SCHEMAS[path].model_fields, *checks.REFUSED[path]})
+    names = draw(st.lists(st.sampled_from(known), max_size=4, unique=True))
+    body = {each: draw(OPTIONAL.get(each, ANY) | ANY) for each in names}
     body[name] = draw(values | ANY)
     return path, {**body, LENGTH[path]: draw(st.integers(-1, 6))}
 

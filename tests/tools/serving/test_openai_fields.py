@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import json
 import re
+from base64 import b64decode
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lookahead_hf.tools.serving import server
 from lookahead_hf.tools.serving.checks import CHAT, COMPLETIONS, REFUSED, RESPONSES, check_fields
 from tests.helpers.served import Served
 
 SAID = [{"role": "user", "content": "a"}]
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+
+
+def sound(given: Any) -> dict[str, Any]:
+    return {"type": "input_audio", "input_audio": given}
+
+
 NEEDED: dict[str, dict[str, Any]] = {
     CHAT: {"messages": SAID},
     COMPLETIONS: {"prompt": "a"},
@@ -66,6 +74,14 @@ def test_the_model_that_is_served_is_listed(served: Served) -> None:
             {"input": [{"type": "input_image", "image_url": "x"}]},
             "should match pattern '^data:'",
         ),
+        *(
+            (CHAT, {"messages": [{"role": "user", "content": [sound(each)]}]}, "is not served")
+            for each in (
+                *("a.wav", "/a.wav", "file:a.wav", "http://a"),
+                *({"data": "a.wav"}, {"data": "AA==", "format": ""}),
+                {"data": "AA==", "format": "/../../a"},
+            )
+        ),
         (RESPONSES, {"input": ""}, "String should have at least 1 character"),
         (CHAT, {"logit_bias": {"\u0663": 1}}, "should match pattern"),
         (CHAT, {"generation_config": '{"fast": null}'}, "fast=None is not served: Extra inputs"),
@@ -112,6 +128,24 @@ def test_a_model_that_is_not_served(served: Served) -> None:
     assert raised.value.code == "model_not_found"
     found = [served.post(path, {"model": "gpt-4o"})[0] for path in ("/load_model", "/reset")]
     assert found == [404, 403]
+
+
+def test_no_request_loads_another_model_or_opens_a_file(
+    served: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("python_multipart")
+    parts = [("file", '; filename="a.wav"', "RIFF"), ("model", "", "gpt-4o")]
+    head = '--x\r\nContent-Disposition: form-data; name="{}"{}\r\n\r\n{}\r\n'
+    body = "".join(head.format(*part) for part in parts) + "--x--\r\n"
+    given = {"Content-Type": "multipart/form-data; boundary=x"}
+    status, answer = served.post("/v1/audio/transcriptions", body.encode(), **given)
+    assert status == 404 and "there is no model 'gpt-4o" in answer
+    name = "abcdefgh"  # the sound is what this means in base64
+    (tmp_path / name).write_text("x")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="the name of a file"):
+        server._prepare_sound(lambda data: None, b64decode(name))
+    server._prepare_sound(lambda data: None, b"RIFF")
 
 
 def test_a_temperature_samples_where_the_model_is_greedy_by_default(served: Served) -> None:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import json
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from signal import SIGTERM
 from typing import Any
 
 import pytest
 
 from lookahead_hf import SpeculativeConfig, structured, totals
+from lookahead_hf.tools.serving import server
+from lookahead_hf.tools.serving.answers import FAILED
 from lookahead_hf.tools.serving.checks import CHAT, COMPLETIONS, RESPONSES
 from lookahead_hf.tools.serving.fields import Limits, ServedRequest
 from lookahead_hf.tools.serving.schemas import Trials, grammar_of, trials
@@ -38,6 +42,7 @@ def said(content: Any, **more: Any) -> dict[str, Any]:
 
 
 CALL = {"role": "assistant", "content": "x"}
+DEEP = b'{"x": ' * 950 + b"5" + b"}" * 950
 WRONG: list[tuple[str, Any]] = [
     (CHAT, said(5)),
     (CHAT, said(["x"])),
@@ -60,9 +65,24 @@ WRONG: list[tuple[str, Any]] = [
             {"bad_words_ids": [[]]},
             {"eos_token_id": [None]},
             {"num_beams": 1000},
+            *({each: 10**6} for each in ("eos_token_id", "forced_eos_token_id")),
+            {"bad_words_ids": [[5]] * 257},
+            {"suppress_tokens": [5] * 1025},
+            {"begin_suppress_tokens": 5},
+            {"suppress_tokens": [*range(258)], "do_sample": True},
+            {"exponential_decay_length_penalty": [1, "x"]},
+            {"exponential_decay_length_penalty": [1, 1e300]},
+            {"sequence_bias": [[[5], "x"]]},
+            {"do_sample": "x"},
+            {"temperature": 1e-40, "do_sample": True},
         )
     ),
-    *((CHAT, said("x") | {"chat_template_kwargs": {each: 1}}) for each in ("tokenize", "tools")),
+    (CHAT, said("x") | {"temperature": 1e-40, "speculative": False}),
+    (CHAT, {"messages": said("x")["messages"] * 4097}),
+    *(
+        (CHAT, said("x") | {"chat_template_kwargs": {each: "a.png"}})
+        for each in ("tools", "images")
+    ),
     *((CHAT, said("x") | {"max_tokens": each}) for each in (0, -1, 2**40, 1e3, True)),
     *((CHAT, said("x") | {"temperature": each}) for each in (-1, 1e300, "1")),
     (CHAT, said("x") | {"tools": [{"function": {"name": 5}}]}),
@@ -76,14 +96,17 @@ WRONG: list[tuple[str, Any]] = [
     (RESPONSES, {"input": [{}]}),
     (RESPONSES, {"input": [{"type": "function_call", "call_id": "x"}]}),
     (RESPONSES, {"input": "x", "instructions": 1}),
+    (RESPONSES, {"input": "x", "parallel_tool_calls": "x", "max_output_tokens": 4}),
     (CHAT, b"\xff\xfe{}"),
     (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "temperature": Infinity}'),
     (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "temperature": 1e999}'),
     (CHAT, b"{"),
     (CHAT, b"[" * 100_000),
+    (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"x": %s}]}' % DEEP),
     (CHAT, b"5"),
     ("/load_model", b"5"),
     ("/v1/systemone", {"state": 5}),
+    ("/v1/systemone", {"assets": {"x": {"data_base64": "/etc/passwd"}}}),
 ]
 
 
@@ -99,6 +122,29 @@ def test_what_is_wrong_is_refused_in_a_sentence(served: Served, stream: bool) ->
             found[str(body)[:100]] = status, message
     assert found == {}
     assert len(served.text(max_tokens=8)) == 8
+
+
+def test_a_fault_of_the_server_is_no_mistake_of_its_clients(served: Served) -> None:
+    """Nor is it that of those whose requests are waiting."""
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError
+
+    for later in (0, 3):
+        count = itertools.count()
+        hook = lambda *args: next(count) >= later and fail()  # noqa: B023, E731
+        with hooked(served.model, hook), ThreadPoolExecutor(20) as clients:
+            body = {**said("x"), "max_tokens": 40, "generation_config": '{"max_new_tokens": 40}'}
+            found = [*clients.map(lambda _: served.post(CHAT, body), range(20))]  # noqa: B023
+        assert {status for status, _ in found} == {500}
+        assert all(json.loads(answer)["error"]["message"] == FAILED for _, answer in found)
+    assert len(served.text(max_tokens=8)) == 8
+
+
+def test_what_a_package_is_missing_for(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.utils.import_utils.is_multipart_available", lambda: False)
+    status, answer = served.post("/v1/audio/transcriptions", b"x")
+    assert status == 400 and "pip install python-multipart" in answer
 
 
 def test_a_byte_order_mark_is_no_mistake(served: Served) -> None:
@@ -193,12 +239,18 @@ def test_a_text_has_the_models_positions(served: Served) -> None:
     assert counts["prompt_tokens"] < 2048 and counts["total_tokens"] <= 2048
 
 
+def send(client: socket.socket, body: dict[str, Any], **headers: str) -> None:
+    data = json.dumps(body).encode()
+    headers = {"Host": "x", "Content-Type": "application/json", **headers}
+    head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    head = f"POST {CHAT} HTTP/1.1\r\n{head}Content-Length: {len(data)}\r\n\r\n"
+    client.sendall(head.encode() + data)
+
+
 def leave(served: Served, body: dict[str, Any], reached: threading.Event | None = None) -> None:
     """Send a request and hang up, at a point of its generation or soon."""
-    data = json.dumps(body).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     with closing(socket.create_connection(("localhost", served.port))) as client:
-        client.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        send(client, body)
         assert reached.wait(60) if reached is not None else time.sleep(0.5) is None
 
 
@@ -323,6 +375,50 @@ def test_more_requests_than_may_wait(strict: Served) -> None:
     assert int(raised.value.response.headers["retry-after"]) > 0
 
 
+def test_a_client_that_does_not_read_loses_its_connection(
+    strict: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "END_SECONDS", 0.2)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("localhost", strict.port))
+        (transport,) = until(lambda: connections(strict, client))
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        more = {"stream": True, "max_tokens": 1900, "logprobs": True, "top_logprobs": 20}
+        send(client, {**said("def f(x):"), **more}, Authorization="Bearer sesame")
+        until(lambda: not connections(strict, client))
+
+
+def connections(served: Served, client: socket.socket) -> list[Any]:
+    """The transport of a client's connection, as long as the server has one."""
+    held = (each.transport for each in [*served.server.server.server_state.connections])
+    return [each for each in held if each.get_extra_info("peername") == client.getsockname()]
+
+
+def until(found: Callable[[], Any]) -> Any:
+    """What is found in the end."""
+    end = time.monotonic() + 20
+    while not (value := found()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return value
+
+
+def test_bodies_that_come_slowly_do_not_keep_others_out(strict: Served) -> None:
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 9999\r\n"
+    head += "Authorization: Bearer sesame\r\n\r\n"
+    with ExitStack() as stack:
+        for sizes in ((0, 1, 9_000), (9_000,)):
+            for size in sizes:
+                client = socket.create_connection(("localhost", strict.port))
+                stack.enter_context(client).sendall(head.encode() + b"x" * size)
+            time.sleep(0.3)
+            if len(sizes) == 3:
+                assert len(strict.text(max_tokens=4)) == 4
+        status, answer = strict.post(CHAT, said("x" * 3_000), Authorization="Bearer sesame")
+        assert status == 429 and "are being sent" in answer
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("together", [False, True])
 def test_a_signal_ends_requests_at_once(
@@ -331,13 +427,13 @@ def test_a_signal_ends_requests_at_once(
     from openai import APIError
 
     def signal(*args: Any) -> None:
-        server.handle_exit(SIGTERM, None)
+        uvicorn.handle_exit(SIGTERM, None)
 
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
 
     with ending_at_once(), serving(folder, CONFIG, continuous_batching=together) as served:
-        server = served.server.server
+        uvicorn = served.server.server
         assert len(served.text(max_tokens=4)) == 4
         with (
             hooked(served.model, signal),
@@ -347,6 +443,7 @@ def test_a_signal_ends_requests_at_once(
         if not codes:  # each further step of the model has sent a second one
             signal()
         assert {*codes} == {130}
+        assert uvicorn.config.timeout_graceful_shutdown == server.END_SECONDS
         assert getattr(raised.value, "status_code", 503) == 503
 
 
@@ -355,6 +452,8 @@ def test_no_thread_is_left_of_a_server(folder: str, together: bool) -> None:
     before = {*threading.enumerate()}
     with serving(folder, CONFIG, continuous_batching=together) as served:
         assert len(served.text(max_tokens=4)) == 4
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0
     end = time.monotonic() + 10
     while (left := {*threading.enumerate()} - before) and time.monotonic() < end:
         time.sleep(0.05)
