@@ -254,7 +254,7 @@ class _Published:
 
 
 def _published(model: Any) -> _Published:
-    return kept(unwrap(model), _Published, _Published)
+    return kept(unwrap(model), _Published)
 
 
 def publish(model: Any, stats: SpeculativeStats | None) -> None:

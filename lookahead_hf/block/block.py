@@ -65,14 +65,14 @@ class LazyMask(torch.Tensor):
     ) -> Any:
         if func in _OF_SHAPE:
             return super().__torch_function__(func, types, args, kwargs or {})
-        args, kwargs = compat.map_only(LazyMask, LazyMask._read, (args, kwargs or {}))
+        args, kwargs = compat.tree_map_only(LazyMask, LazyMask._read, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = compat.map_only(LazyMask, LazyMask._read, (args, kwargs or {}))
+        args, kwargs = compat.tree_map_only(LazyMask, LazyMask._read, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 

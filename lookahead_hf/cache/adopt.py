@@ -106,10 +106,10 @@ class AdoptedCache(ColumnCache):
             if name is None:
                 self.slots.layers.append(layer)
                 continue
-            content = hf_layers.read(layer)
-            if self._is_fed:
-                self.slots.add_unshaped(name)
+            if self._is_fed:  # the K and V that the layer gets first shape it
+                self.slots.add(name, *torch.empty(2, len(self.pads), 0, 0, 0))
                 continue
+            content = hf_layers.read(layer)
             if content is None:
                 self.slots.add_other(layer)
                 continue
@@ -169,9 +169,8 @@ class AdoptedCache(ColumnCache):
         most = hf_layers.most_columns(layer)
         first = 0 if most is None else max(0, num_columns - most)
         dropped = ours.stores.dropped
-        content = tuple(
-            self._to_columns(store, dropped, first, num_columns) for store in ours.tensors
-        )
+        places = dropped, first, num_columns
+        content = tuple(self._to_columns(store, *places) for store in ours.tensors)
         if id(layer) in self._pads_of:
             rows, columns, kept = self._pads_of[id(layer)]
             held = columns >= first

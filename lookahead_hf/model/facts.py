@@ -39,10 +39,6 @@ class ModelFacts:
         found = (reference() for reference in self._mixers)
         return [module for module in found if module is not None]
 
-    def all_on(self, device: torch.device) -> bool:
-        """Return whether all parameters are on a device."""
-        return self.devices <= {device}
-
 
 def read(model: nn.Module) -> list[nn.Module]:
     """Read the facts of a model again, and return its modules."""

@@ -65,10 +65,8 @@ class Runner:
         self._shape = shape
         self.is_flat = flat
         self.steps = steps
-        self.step_tokens, self._is_nan_alone = (
-            np.zeros(num_rows, np.int64),
-            np.zeros(num_rows, bool),
-        )
+        self.step_tokens = np.zeros(num_rows, np.int64)
+        self._is_nan_alone = np.zeros(num_rows, bool)
         self._is_repeat = self._is_new = False
         self.only_chains = bool(facts_of(model).mixers)
         self._known_blocks = state_of(model).run_blocks

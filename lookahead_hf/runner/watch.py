@@ -49,15 +49,6 @@ def has_stock_functions() -> bool:
     return all(getattr(own, name) is each for own, name, each in _STOCK)
 
 
-def attention_of(name: str, module: nn.Module) -> tuple[Any, bool]:
-    """Return a module's attention function, and whether it is transformers' and torch's own.
-
-    The function is None if no function is registered by the name, so that the module's file has it.
-    """
-    function = compat.attention_function(name)
-    return function, compat.is_stock_attention(function, module)
-
-
 def is_hooked(module: nn.Module) -> bool:
     """Return whether hooks of a module do something now.
 

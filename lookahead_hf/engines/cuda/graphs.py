@@ -289,7 +289,7 @@ def widths_for(num_rows: int) -> tuple[int, ...]:
 
 def graphs_of(model: Any) -> ModelGraphs:
     """Return the graphs of a model."""
-    return kept(model, ModelGraphs, ModelGraphs)
+    return kept(model, ModelGraphs)
 
 
 def _limit(device: torch.device, sets: list[GraphSet]) -> float:
