@@ -168,8 +168,7 @@ class AdoptedCache(ColumnCache):
     def _fill(self, layer: object, ours: SlotLayer, num_columns: int) -> None:
         most = hf_layers.most_columns(layer)
         first = 0 if most is None else max(0, num_columns - most)
-        dropped = ours.stores.dropped
-        places = dropped, first, num_columns
+        places = ours.stores.dropped, first, num_columns
         content = tuple(self._to_columns(store, *places) for store in ours.tensors)
         if id(layer) in self._pads_of:
             rows, columns, kept = self._pads_of[id(layer)]
