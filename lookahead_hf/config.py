@@ -100,7 +100,6 @@ class SpeculativeConfig:
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check the fields; ValueError if a value is not allowed."""
         if self.drafters is not None:
             object.__setattr__(self, "drafters", _checked_drafters(self.drafters))
         check_int("max_draft_nodes", self.max_draft_nodes, 1, MOST_DRAFT_NODES)

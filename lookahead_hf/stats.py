@@ -190,7 +190,6 @@ class Totals:
     stats: SpeculativeStats = field(default_factory=SpeculativeStats)
 
     def plus(self, record: SpeculativeStats) -> Totals:
-        """Return the sums with one more call."""
         if record.fallback_reason is not None:
             fallbacks = _by_key(self.fallbacks, {str(record.fallback_reason): 1})
             return replace(self, num_calls=self.num_calls + 1, fallbacks=fallbacks)

@@ -215,7 +215,6 @@ class TextCache(ColumnCache):
         self._set(row, length, [int(group.dropped[source]) for group in self.slots.each_group()])
 
     def free(self, row: int) -> None:
-        """Empty a row."""
         self._set(row, 0, [0] * len(self.slots.each_group()))
 
     def _set(self, row: int, length: int, dropped: list[int]) -> None:

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from lookahead_hf.draft import place_in_row
-from lookahead_hf.kernels import PathTable, compact_on_host
+from lookahead_hf.kernels import compact_on_host
+from lookahead_hf.kernels.data import PathTable
 from lookahead_hf.model.compat import HYBRID_LAYERS, Cache, DynamicLayer, EmptyLayer, StateLayer
 
 
@@ -334,13 +335,7 @@ class SlotCache(Cache):
         self.extent = Extent(self.lengths)
         self.groups: dict[str, SlotGroup] = {}
 
-    @property
-    def longest(self) -> int:
-        """Length of the longest row."""
-        return self.extent.longest
-
     def each_group(self) -> list[SlotGroup]:
-        """Return every group once."""
         return list(dict.fromkeys(self.groups.values()))
 
     def add(

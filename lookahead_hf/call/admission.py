@@ -113,7 +113,6 @@ def admit_call(call: PreparedCall) -> None:
 
 
 def _refuse_if(is_met: object, reason: FallbackReason, detail: str = "", fix: str = "") -> None:
-    """Raise Unserved if a condition is met."""
     if is_met:
         raise Unserved(reason, detail, fix)
 

@@ -5,17 +5,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from lookahead_hf.call.prepared import PreparedCall
 from lookahead_hf.call.stopping import RowStopping
-
-if TYPE_CHECKING:
-    from lookahead_hf.rows import Rows
-
+from lookahead_hf.rows import Rows
 
 Layers = tuple[torch.Tensor, ...]
 
@@ -266,7 +263,6 @@ class Emitter:
             self._stream.push(row, token)
 
     def feed_pad(self, rows: Rows, row: int) -> None:
-        """Append a pad to a finished row."""
         rows.emit(row, self._pad or 0)
 
     def num_shown(self, rows: Rows) -> int:

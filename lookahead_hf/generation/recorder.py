@@ -45,7 +45,6 @@ class StatsRecorder:
         self.milliseconds["verify"] -= seconds * 1e3
 
     def observe(self, draft: DraftTree, verdict: Verdict) -> None:
-        """Count a step."""
         drafted, accepted = np.diff(draft.row_offsets), verdict.of_text.num_accepted
         spent = self.milliseconds
         total = spent["forward"] + spent["verify"] + spent["commit"]
@@ -170,7 +169,6 @@ class Tracer:
 
 
 def _nodes(draft: DraftTree, row: int, sources: Sequence[str]) -> tuple[TraceNode, ...]:
-    """Return the nodes of a row."""
     own, evidence = draft.row(row), draft.evidence
     fields = draft.token_ids[own], draft.parents[own], draft.depth[own]
     names, scores = [(OTHER_PROCESS,)] * len(fields[0]), [None] * len(fields[0])

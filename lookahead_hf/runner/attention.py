@@ -12,6 +12,7 @@ from torch import nn
 from lookahead_hf import kernels
 from lookahead_hf.block.block import Block, HeldSlots, kernel_serves, read_mask
 from lookahead_hf.block.packed import PackedBlock
+from lookahead_hf.kernels.data import MAX_HEAD_DIM
 from lookahead_hf.model import compat
 from lookahead_hf.model.facts import facts_of
 from lookahead_hf.runner.forward import ForwardContext, current
@@ -276,7 +277,7 @@ def kernel_is_faster(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     same bits whatever else the machine does. If LOOKAHEAD_HF_BACKEND asks for Triton, the kernel
     always serves.
     """
-    if max(query.shape[3], value.shape[3]) > kernels.MAX_HEAD_DIM or query.dtype not in _DTYPES:
+    if max(query.shape[3], value.shape[3]) > MAX_HEAD_DIM or query.dtype not in _DTYPES:
         return False
     # Triton's interpreter multiplies the bit patterns of bfloat16.
     if query.device.type == "cpu" and query.dtype == torch.bfloat16:

@@ -79,7 +79,7 @@ class Runner:
         self.beginning, self._names = beginning, beginning.names
         slots = beginning.cache.slots
         if self._shape is not None:
-            slots.fix(slots.longest + self._shape.capacity)
+            slots.fix(slots.extent.longest + self._shape.capacity)
         if self.only_chains:
             by_token = self._shape is not None
             states = optional.load("recurrent states")
@@ -120,7 +120,6 @@ class Runner:
 
     @property
     def cache(self) -> ColumnCache:
-        """The cache of the rows."""
         assert self.beginning is not None
         return self.beginning.cache
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter, is_
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -93,14 +93,6 @@ _LAYOUT: tuple[Callable[[Any], Any], ...] = (
 """What a tensor's memory holds; read by `map`, since every step asks for it of every tensor."""
 
 
-class Held(NamedTuple):
-    """An object that a mapping has by a name."""
-
-    mapping: dict[Any, Any]
-    name: Any
-    value: Any
-
-
 class Watch:
     """Everything that kernels or a graph rely on of some modules, read in one walk over them.
 
@@ -130,7 +122,7 @@ class Watch:
         self.modules = list(modules)
         self.functions: dict[tuple[Any, str], Any] = {}
         self._found: list[Any] = []
-        self._held: list[Held] = []
+        self._held: list[tuple[Any, Any, Any]] = []  # a mapping, a name and what it has by that
         self._dicts: list[dict[Any, Any]] = []
         self._sequences: list[tuple[Any, tuple[Any, ...]]] = []
         self._called = {} if is_graph else vars(self.modules[0])
@@ -178,7 +170,7 @@ class Watch:
 
     def hold(self, mapping: dict[Any, Any], names: Iterable[Any]) -> None:
         """Remember the objects that a mapping has by these names."""
-        self._held += [Held(mapping, name, mapping[name]) for name in names]
+        self._held += [(mapping, name, mapping[name]) for name in names]
 
     def _hold_all(self, mapping: dict[Any, Any]) -> None:
         """Remember all that a mapping has, and that it has no more."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -23,15 +23,12 @@ from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting.drafter import Drafter, TargetCall, Traits
 from lookahead_hf.fallback import Unserved
 from lookahead_hf.model import compat
-from lookahead_hf.rows import Rows
+from lookahead_hf.rows import EncoderInputs, Rows
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.patched import patched
 from lookahead_hf.runner.prefill import prefill
 from lookahead_hf.sources.growth import NUM_BUCKETS, Drawn, Growth, Likeliest, prior_rates, tree_of
 from lookahead_hf.sources.tokens import Bridge, SameTokens, check_sizes, differ
-
-if TYPE_CHECKING:
-    from lookahead_hf.rows import EncoderInputs
 
 
 class AssistantModel:

@@ -102,7 +102,6 @@ class Replay:
             self.at = known * _CHECKPOINT
 
     def drew(self) -> None:
-        """Note that one more draw was made."""
         self.at += 1
         if self.at == len(self._states) * _CHECKPOINT:
             self._states.append(self.generator.get_state())

@@ -20,6 +20,7 @@ import torch
 
 from lookahead_hf import kernels
 from lookahead_hf.draft import DraftTree, place_in_row
+from lookahead_hf.kernels.data import TreeWalk
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.outputs import pinned
 from lookahead_hf.verification.node_processors import NodeProcessors, admits
@@ -124,7 +125,7 @@ def _reject(
     tokens: torch.Tensor,  # [rows, 1 + nodes]
     parents: torch.Tensor,  # [rows, 1 + nodes]
     num_nodes: torch.Tensor,  # [rows]
-) -> kernels.TreeWalk:
+) -> TreeWalk:
     """Call `kernels.reject_tree` with random numbers of the default generator."""
     uniforms = torch.rand(drawn_from.shape[:2], device=probs.device)
     noise = torch.empty_like(probs[:, 0]).exponential_()

@@ -12,8 +12,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lookahead_hf import kernels
 from lookahead_hf.block.block import kernel_serves
-from lookahead_hf.kernels import dispatch
 from lookahead_hf.runner import attention
 from tests.helpers.caches import CACHE
 from tests.helpers.calls import compare, padded
@@ -133,7 +133,7 @@ def test_the_kernel_attends_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) 
 
 def test_no_kernel_attends_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOOKAHEAD_HF_BACKEND", raising=False)
-    monkeypatch.setattr(dispatch, "_has_triton", lambda device: True)
+    monkeypatch.setattr(kernels, "_has_triton", lambda device: True)
     assert not kernel_serves(torch.device("cpu"), 8)
     assert kernel_serves(torch.device("cuda"), 64)
     assert not kernel_serves(torch.device("cuda"), 65)
