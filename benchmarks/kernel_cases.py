@@ -11,6 +11,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from lookahead_hf import kernels
+from lookahead_hf.kernels.data import PathTable
 from lookahead_hf.runner import attention
 from lookahead_hf.runner.forward import ForwardContext, running
 
@@ -166,7 +167,8 @@ class Bench:
         logits, k = self._logits(), self.options.top_k
         rows = [each.flatten(0, 1) for each in logits]
         tokens = self._tokens(logits[0])
-        scans = [self._scan(each, tokens) for each in logits]
+        tree = tokens, self.parents, self.num_nodes
+        scans = [kernels.verify_tree(each, *tree, keep_scan=True).scan for each in logits]
         read = 0 if scans[0] is None else _num_bytes(*scans[0])
         return Case(
             f"topk_rows k={k} behind verify_tree",
@@ -176,10 +178,6 @@ class Bench:
             lambda copy: _topk_and_sum(rows[copy], k),
         )
 
-    def _scan(self, logits: torch.Tensor, tokens: torch.Tensor) -> kernels.RowScan | None:
-        tree = tokens, self.parents, self.num_nodes
-        return kernels.verify_tree(logits, *tree, keep_scan=True).scan
-
     def compact(self) -> Case:
         o = self.options
         slots = o.context + self.width
@@ -187,7 +185,7 @@ class Bench:
         layers = [
             torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2 * o.layers)
         ]
-        table = kernels.PathTable(layers)
+        table = PathTable(layers)
         moved = max(1, self.width // 4)
         path = self._of_rows(torch.tensor([0, *range(2, 2 + moved)]))
         kept = self._of_rows(torch.tensor(1 + moved))

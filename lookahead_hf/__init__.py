@@ -68,25 +68,16 @@ __all__ = [
     "warm_up",
 ]
 
-_HOME = {
-    "DraftTree": "draft",
-    "Drafter": "drafting.drafter",
-    "FallbackReason": "fallback",
-    "SpeculationFallbackError": "fallback",
-    "SpeculationFallbackWarning": "fallback",
-    "SpeculativeConfig": "config",
-    "SpeculativeStats": "stats",
-    "Step": "drafting.drafter",
-    "Totals": "stats",
-    "Traits": "drafting.drafter",
-    "last_stats": "stats",
-    "on_stats": "stats",
-    "reset_totals": "stats",
-    "totals": "stats",
-    "pipeline": "pipelines",
-    "warm_up": "warmup",
+_NAMES = {
+    "config": ["SpeculativeConfig"],
+    "draft": ["DraftTree"],
+    "drafting.drafter": ["Drafter", "Step", "Traits"],
+    "fallback": ["FallbackReason", "SpeculationFallbackError", "SpeculationFallbackWarning"],
+    "pipelines": ["pipeline"],
+    "stats": ["SpeculativeStats", "Totals", "last_stats", "on_stats", "reset_totals", "totals"],
+    "warmup": ["warm_up"],
 }
-"""The module of each public name; all other names are in `hook`."""
+"""Public names by their modules; all other names are in `hook`."""
 
 
 def __getattr__(name: str) -> Any:
@@ -94,7 +85,8 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        home = importlib.import_module(f"{__name__}.{_HOME.get(name, 'hook')}")
+        home = next((module for module, names in _NAMES.items() if name in names), "hook")
+        found = importlib.import_module(f"{__name__}.{home}")
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "transformers" or not error.path:
             raise  # it is missing as a whole, or something else is
@@ -103,7 +95,7 @@ def __getattr__(name: str) -> Any:
         reason = FallbackReason.VERSION
         message = f"{reason.text} ({error}). To use it, {reason.fix}"
         raise ImportError(message, name=error.name, path=error.path) from error
-    value = getattr(home, name)
+    value = getattr(found, name)
     globals()[name] = value
     return value
 

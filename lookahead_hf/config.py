@@ -100,7 +100,6 @@ class SpeculativeConfig:
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check the fields; ValueError if a value is not allowed."""
         if self.drafters is not None:
             object.__setattr__(self, "drafters", _checked_drafters(self.drafters))
         check_int("max_draft_nodes", self.max_draft_nodes, 1, MOST_DRAFT_NODES)
@@ -113,7 +112,9 @@ class SpeculativeConfig:
                 'draft_invariant=True needs verification="exact": with "rejection" the drafts '
                 "decide which sample is drawn"
             )
-        _check_pool(self.pool)
+        is_pool = hasattr(self.pool, "grow") and not isinstance(self.pool, type)
+        if not (is_pool or isinstance(self.pool, (str, os.PathLike, type(None)))):
+            raise ValueError(f"pool must be an NgramPool or the path of one, not {self.pool!r}")
         named = self._names()
         if self.learn and "pool" not in named:
             raise ValueError(
@@ -240,12 +241,6 @@ def _check_drafter(drafter: Any) -> None:
             f"drafters holds {drafter!r}, which is neither a drafter's name nor a Drafter object "
             "(an object with a method `propose`)"
         )
-
-
-def _check_pool(pool: Any) -> None:
-    is_pool = hasattr(pool, "grow") and not isinstance(pool, type)
-    if not (pool is None or is_pool or isinstance(pool, (str, os.PathLike))):
-        raise ValueError(f"pool must be an NgramPool or the path of one, not {pool!r}")
 
 
 def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:

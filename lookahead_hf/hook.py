@@ -113,22 +113,16 @@ class BatchMethod:
         return _batching().call(self._model, self.__wrapped__, self._hook.default, args, kwargs)
 
 
-def class_method(cls: type, name: str, default: Callable[[], Any]) -> Callable[..., Any]:
-    """Return a replacement for a method of a class; `default` returns how it speculates."""
-    original = getattr(cls, name)
+def _class_method(name: str) -> Callable[..., Any]:
+    """Return a replacement for a method of `GenerationMixin`, as of `enable_everywhere`."""
+    original = getattr(GenerationMixin, name)
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _batching().call(self, MethodType(original, self), default(), args, kwargs)
+        return _batching().call(self, MethodType(original, self), _default, args, kwargs)
 
     method.replaced = original  # type: ignore[attr-defined]
     return method
-
-
-def remove(cls: type, name: str) -> None:
-    """Remove the replacement of an inherited method from a class."""
-    if hasattr(vars(cls).get(name), "replaced"):
-        delattr(cls, name)
 
 
 def _storable(default: Any) -> Any:
@@ -264,8 +258,7 @@ def enable_everywhere(default: Any = None) -> None:
         _everywhere = _class_hook(GenerationMixin.generate)
         GenerationMixin.generate = _everywhere
         for name in BATCH_METHODS:
-            method = class_method(GenerationMixin, name, lambda: _default)
-            setattr(GenerationMixin, name, method)
+            setattr(GenerationMixin, name, _class_method(name))
         _load([compilation.drafting])
 
 
@@ -280,7 +273,8 @@ def disable_everywhere() -> None:
     if hook is not None and GenerationMixin.generate is hook:
         GenerationMixin.generate = hook.__wrapped__  # type: ignore[attr-defined]
         for name in BATCH_METHODS:
-            remove(GenerationMixin, name)
+            if hasattr(vars(GenerationMixin).get(name), "replaced"):
+                delattr(GenerationMixin, name)
     while _reached:
         model = _reached.pop()
         if not isinstance(vars(model).get("generate"), Hook):

@@ -5,12 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import transformers
-from transformers import (
-    AnyToAnyPipeline,
-    AutomaticSpeechRecognitionPipeline,
-    ImageTextToTextPipeline,
-    TextGenerationPipeline,
-)
 
 from lookahead_hf.call.arguments import OURS
 from lookahead_hf.config import SpeculativeConfig
@@ -18,10 +12,10 @@ from lookahead_hf.hook import enable
 from lookahead_hf.model import compat
 
 SERVED: dict[str, type[Any]] = {
-    "text-generation": TextGenerationPipeline,
-    "image-text-to-text": ImageTextToTextPipeline,
-    "any-to-any": AnyToAnyPipeline,
-    "automatic-speech-recognition": AutomaticSpeechRecognitionPipeline,
+    "text-generation": transformers.TextGenerationPipeline,
+    "image-text-to-text": transformers.ImageTextToTextPipeline,
+    "any-to-any": transformers.AnyToAnyPipeline,
+    "automatic-speech-recognition": transformers.AutomaticSpeechRecognitionPipeline,
 }
 """The tasks whose pipelines pass a caller's arguments on to `generate`."""
 
@@ -88,15 +82,15 @@ class _Nesting(transformers.Pipeline):
         return super()._forward(model_inputs, **kwargs, generate_kwargs=given)
 
 
-class SpeculativeImageTextToTextPipeline(_Nesting, ImageTextToTextPipeline):
+class SpeculativeImageTextToTextPipeline(_Nesting, transformers.ImageTextToTextPipeline):
     """An image-text-to-text pipeline whose calls take `speculative=`."""
 
 
-class SpeculativeAnyToAnyPipeline(_Nesting, AnyToAnyPipeline):
+class SpeculativeAnyToAnyPipeline(_Nesting, transformers.AnyToAnyPipeline):
     """An any-to-any pipeline whose calls take `speculative=`."""
 
 
 _NESTING = {
-    ImageTextToTextPipeline: SpeculativeImageTextToTextPipeline,
-    AnyToAnyPipeline: SpeculativeAnyToAnyPipeline,
+    transformers.ImageTextToTextPipeline: SpeculativeImageTextToTextPipeline,
+    transformers.AnyToAnyPipeline: SpeculativeAnyToAnyPipeline,
 }

@@ -10,8 +10,8 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-    EncoderInputs = tuple[torch.Tensor, torch.Tensor | None]
-    """What each row's encoder was given, [rows, ...], and its mask, [rows, columns]."""
+EncoderInputs = tuple["torch.Tensor", "torch.Tensor | None"]
+"""What each row's encoder was given, [rows, ...], and its mask, [rows, columns]."""
 
 
 class Rows:
@@ -124,7 +124,6 @@ class Rows:
         return self._ids[np.arange(self.num_rows), self._width + self.num_emitted - 1]
 
     def emit(self, row: int, token_id: int) -> None:
-        """Append one token to a row."""
         count = int(self.num_emitted[row])
         column = int(self._width[row]) + count
         self._make_room(column + 1)
@@ -167,7 +166,6 @@ class Rows:
         return copy.deepcopy(self)
 
     def _make_room(self, columns: int) -> None:
-        """Make room for so many columns in every row."""
         missing = columns - self._ids.shape[1]
         if missing > 0:
             room = np.empty((self.num_rows, max(missing, self._ids.shape[1])), np.int64)

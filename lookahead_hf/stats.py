@@ -190,7 +190,6 @@ class Totals:
     stats: SpeculativeStats = field(default_factory=SpeculativeStats)
 
     def plus(self, record: SpeculativeStats) -> Totals:
-        """Return the sums with one more call."""
         if record.fallback_reason is not None:
             fallbacks = _by_key(self.fallbacks, {str(record.fallback_reason): 1})
             return replace(self, num_calls=self.num_calls + 1, fallbacks=fallbacks)
@@ -254,7 +253,7 @@ class _Published:
 
 
 def _published(model: Any) -> _Published:
-    return kept(unwrap(model), _Published, _Published)
+    return kept(unwrap(model), _Published)
 
 
 def publish(model: Any, stats: SpeculativeStats | None) -> None:

@@ -77,20 +77,7 @@ def warm_up(
         check_int(name, size, 1, 2**31)
     end = time.monotonic() + (math.inf if seconds is None else seconds)
     compiled = SpeculativeConfig(compiled_layers=compiled_layers).compiled_layers
-    _warm_up(unwrap(model), *sizes, do_sample, compiled, end)
-
-
-def _warm_up(
-    model: Any,
-    batch_size: int,
-    context_length: int,
-    max_draft_nodes: int,
-    max_new_tokens: int,
-    do_sample: bool,
-    compiled: bool | str,
-    end: float,
-) -> None:
-    """Do what `warm_up` does, and begin nothing more after the time `end`."""
+    model = unwrap(model)
     is_empty = {each.device.type for each in model.parameters()} == {"meta"}
     if is_empty and not any(map(compat.is_offloaded, model.modules())):
         raise ValueError("the model is on the device 'meta', without weights: load them first")

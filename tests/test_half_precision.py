@@ -12,13 +12,7 @@ import pytest
 import torch
 
 from lookahead_hf import SpeculativeConfig
-from lookahead_hf.tools.cli.measuring import (
-    Divergence,
-    describe,
-    end_tokens,
-    find_divergences,
-    until_end,
-)
+from lookahead_hf.tools.cli import measuring
 from tests.helpers.compared import served
 from tests.helpers.real_texts import encode, load_real_model, texts
 
@@ -46,7 +40,7 @@ def written(model: Any, call: dict[str, Any], speculative: Any) -> Texts:
     torch.manual_seed(SEED)
     output = model.generate(**call, speculative=speculative)
     new = output[:, call["input_ids"].shape[1] :].tolist()
-    return [until_end(row, end_tokens(model)) for row in new]
+    return [measuring.until_end(row, measuring.end_tokens(model)) for row in new]
 
 
 def assert_near_ties(
@@ -54,7 +48,7 @@ def assert_near_ties(
 ) -> None:
     """Compare all texts in batches of `rows`; in every mode drafts must have been accepted."""
     model, tokenizer = loaded
-    found: dict[str, list[Divergence | None]] = {mode: [] for mode in modes}
+    found: dict[str, list[measuring.Divergence | None]] = {mode: [] for mode in modes}
     accepted = dict.fromkeys(modes, 0)
     for first in range(0, len(prompts), rows):
         batch = encode(tokenizer, prompts[first : first + rows])
@@ -65,12 +59,12 @@ def assert_near_ties(
             stats = served(model)
             assert (stats.execution == "compiled") == ("compiled" in mode)
             accepted[mode] += stats.num_accepted
-        divergences = find_divergences(model, call, plain, ours, SEED)
+        divergences = measuring.find_divergences(model, call, plain, ours, SEED)
         for mode, of_batch in zip(modes, divergences, strict=True):
             found[mode] += of_batch
     for mode, of_mode in found.items():
         how = f"{'sampled' if settings['do_sample'] else 'greedy'}, batch {rows}, {mode}"
-        print(f"{how}: {describe(of_mode)}", [each.ulps for each in of_mode if each])
+        print(f"{how}: {measuring.describe(of_mode)}", [each.ulps for each in of_mode if each])
         assert [each for each in of_mode if each and not each.is_near_tie] == []
     assert min(accepted.values()) > 0
 

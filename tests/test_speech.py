@@ -11,30 +11,23 @@ from transformers.utils import ModelOutput
 
 import lookahead_hf
 from lookahead_hf.fallback import FallbackReason, Unserved
+from tests.helpers import speech
 from tests.helpers.caches import CACHE
 from tests.helpers.compared import assert_close, compared, speculated
 from tests.helpers.fakes import Recorder
 from tests.helpers.models import VOCAB, characters, tiny
-from tests.helpers.speech import (
-    FRAMES,
-    frames,
-    tiny_whisper,
-    wave,
-    whisper_features,
-    whisper_tokenizer,
-)
 
 DRAFTS = {"budget": 8, "drafters": ["ngram"]}
 CONFIG = lookahead_hf.SpeculativeConfig(budget=8, drafters=("ngram",))
-LONG = 3 * FRAMES + 10
+LONG = 3 * speech.FRAMES + 10
 TURNS: dict[str, Any] = {"return_timestamps": True, "max_new_tokens": 24}
 
 
 def long(rows: int) -> dict[str, Any]:
     """Sound of several segments; the second row's is shorter."""
     heard = torch.ones(rows, LONG, dtype=torch.long)
-    heard[1:, 2 * FRAMES + 5 :] = 0
-    return {"input_features": frames(rows, LONG), "attention_mask": heard, **TURNS}
+    heard[1:, 2 * speech.FRAMES + 5 :] = 0
+    return {"input_features": speech.frames(rows, LONG), "attention_mask": heard, **TURNS}
 
 
 def same(model: Any, **call: Any) -> lookahead_hf.SpeculativeStats:
@@ -59,12 +52,12 @@ def same(model: Any, **call: Any) -> lookahead_hf.SpeculativeStats:
     ],
 )
 def test_one_segment(settings: dict[str, Any], rows: int) -> None:
-    same(tiny_whisper(), input_features=frames(rows), max_new_tokens=50, **settings)
+    same(speech.tiny_whisper(), input_features=speech.frames(rows), max_new_tokens=50, **settings)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_all_segments_add_up_to_one_record(rows: int) -> None:
-    model = tiny_whisper()
+    model = speech.tiny_whisper()
     stats = same(model, **long(rows))
     assert stats.rows > rows
     assert stats.rows == len(stats.row_stats)
@@ -76,13 +69,13 @@ def test_all_segments_add_up_to_one_record(rows: int) -> None:
 
 def test_a_segment_is_tried_again_at_higher_temperatures() -> None:
     thresholds = {"compression_ratio_threshold": 0.9, "logprob_threshold": -1.0}
-    tried = same(tiny_whisper(), **long(2), temperature=(0.0, 0.4, 0.8), **thresholds)
-    assert tried.rows > same(tiny_whisper(), **long(2)).rows
+    tried = same(speech.tiny_whisper(), **long(2), temperature=(0.0, 0.4, 0.8), **thresholds)
+    assert tried.rows > same(speech.tiny_whisper(), **long(2)).rows
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_what_was_said_before_is_a_padded_prompt(rows: int) -> None:
-    same(tiny_whisper(), **long(rows), condition_on_prev_tokens=True)
+    same(speech.tiny_whisper(), **long(rows), condition_on_prev_tokens=True)
 
 
 @pytest.mark.parametrize("on_fallback", ["warn", "error"])
@@ -100,7 +93,7 @@ def test_a_later_segment_that_cannot_be_speculated(
         return decode(*args)
 
     monkeypatch.setattr(strategy, "decode", refuses_the_second)
-    model, (plain, ours) = tiny_whisper(), (Recorder(), Recorder())
+    model, (plain, ours) = speech.tiny_whisper(), (Recorder(), Recorder())
     call = {**long(1), "temperature": 0.7}
     torch.manual_seed(3)
     expected = model.generate(**call, streamer=plain)
@@ -119,10 +112,10 @@ def test_a_later_segment_that_cannot_be_speculated(
 
 
 def test_an_assistant_hears_every_segment() -> None:
-    model, call = tiny_whisper(), long(2)
+    model, call = speech.tiny_whisper(), long(2)
     expected = model.generate(**call)
     with lookahead_hf.enabled(model):
-        got = model.generate(**call, assistant_model=tiny_whisper(), speculative=DRAFTS)
+        got = model.generate(**call, assistant_model=speech.tiny_whisper(), speculative=DRAFTS)
     assert got.tolist() == expected.tolist()
     stats = speculated(model)
     # It is the model itself, but what must not be written it may draft.
@@ -139,8 +132,8 @@ def test_a_decoder_that_is_told_rotary_positions() -> None:
 def pipes(which: str) -> tuple[Any, Any]:
     """Return transformers' pipeline and the library's, on one model."""
     if which == "whisper":
-        parts = {"model": tiny_whisper(), "tokenizer": whisper_tokenizer()}
-        parts["feature_extractor"] = whisper_features()
+        parts = {"model": speech.tiny_whisper(), "tokenizer": speech.whisper_tokenizer()}
+        parts["feature_extractor"] = speech.whisper_features()
     else:
         tokenizer = characters(pad_token="!")
         parts = {"model": tiny("moonshine", vocab_size=len(tokenizer)), "tokenizer": tokenizer}
@@ -154,7 +147,7 @@ def pipes(which: str) -> tuple[Any, Any]:
 def test_a_pipeline_without_beams(which: str, times: str | None) -> None:
     plain, ours = pipes(which)
     call = {"generate_kwargs": {"num_beams": 1, "max_new_tokens": 40}, "return_timestamps": times}
-    heard = wave(0.5 if times is None else 5.0)  # Whisper hears two seconds at once
+    heard = speech.wave(0.5 if times is None else 5.0)  # Whisper hears two seconds at once
     expected = plain(heard, **call)
     assert len(set(expected["text"])) > 3
     assert ours(heard, **call) == expected
@@ -166,5 +159,5 @@ def test_a_pipeline_without_beams(which: str, times: str | None) -> None:
 def test_a_pipeline_asks_for_beams_by_default() -> None:
     plain, ours = pipes("moonshine")
     with pytest.warns(lookahead_hf.SpeculationFallbackWarning, match="pass num_beams=1"):
-        got = ours(wave(), generate_kwargs={"max_new_tokens": 8})
-    assert got == plain(wave(), generate_kwargs={"max_new_tokens": 8})
+        got = ours(speech.wave(), generate_kwargs={"max_new_tokens": 8})
+    assert got == plain(speech.wave(), generate_kwargs={"max_new_tokens": 8})

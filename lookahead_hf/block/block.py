@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from lookahead_hf import kernels
+from lookahead_hf.kernels.data import MAX_ATTENTION_NODES
 from lookahead_hf.model import compat
 
 _OF_SHAPE = frozenset(
@@ -65,14 +66,14 @@ class LazyMask(torch.Tensor):
     ) -> Any:
         if func in _OF_SHAPE:
             return super().__torch_function__(func, types, args, kwargs or {})
-        args, kwargs = compat.map_only(LazyMask, LazyMask._read, (args, kwargs or {}))
+        args, kwargs = compat.tree_map_only(LazyMask, LazyMask._read, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = compat.map_only(LazyMask, LazyMask._read, (args, kwargs or {}))
+        args, kwargs = compat.tree_map_only(LazyMask, LazyMask._read, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
@@ -130,7 +131,7 @@ def mask_kinds(model: Any) -> list[MaskKind]:
 
 def kernel_serves(device: torch.device, width: int) -> bool:
     """Return whether our kernel may attend blocks of this width on this device."""
-    return kernels.backend(device) == "triton" and width <= kernels.MAX_ATTENTION_NODES
+    return kernels.backend(device) == "triton" and width <= MAX_ATTENTION_NODES
 
 
 def is_read(mask: torch.Tensor | None) -> bool:

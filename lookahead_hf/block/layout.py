@@ -13,7 +13,6 @@ from lookahead_hf.block.block import Block, HeldSlots, MaskKind, kernel_serves
 from lookahead_hf.block.packed import PackedBlock, Run, runs_of
 from lookahead_hf.cache.slots import ColumnCache
 from lookahead_hf.draft import DraftTree, place_in_row
-from lookahead_hf.kernels import MAX_ATTENTION_NODES
 from lookahead_hf.model import compat
 from lookahead_hf.model.facts import facts_of
 
@@ -69,7 +68,6 @@ class BlockLayout:
         self._needs_columns, self._has_states = facts.needs_columns, bool(facts.mixers)
         self._pads = self._on_device(begin.cache.pads)
         self._uncounted = self._pads[:, None] if self._names.skips_pads else 0
-        self._most_by_kernel = MAX_ATTENTION_NODES if kernel_serves(self._device, 1) else 0
         self._lazy = lazy
 
     def block(self, fields: np.ndarray, ahead: np.ndarray) -> Inputs:
@@ -97,7 +95,7 @@ class BlockLayout:
         has_fixed_shape = slots.extent.shown is not None
         block = Block(
             *(parents, query, self._pads, held, self._dtype, of_slots),
-            for_kernel=width <= self._most_by_kernel,
+            for_kernel=kernel_serves(self._device, width),
             by_length=not has_fixed_shape,
         )
         is_causal = width == 1 and not has_fixed_shape

@@ -106,10 +106,10 @@ class AdoptedCache(ColumnCache):
             if name is None:
                 self.slots.layers.append(layer)
                 continue
-            content = hf_layers.read(layer)
-            if self._is_fed:
-                self.slots.add_unshaped(name)
+            if self._is_fed:  # the K and V that the layer gets first shape it
+                self.slots.add(name, *torch.empty(2, len(self.pads), 0, 0, 0))
                 continue
+            content = hf_layers.read(layer)
             if content is None:
                 self.slots.add_other(layer)
                 continue
@@ -168,10 +168,8 @@ class AdoptedCache(ColumnCache):
     def _fill(self, layer: object, ours: SlotLayer, num_columns: int) -> None:
         most = hf_layers.most_columns(layer)
         first = 0 if most is None else max(0, num_columns - most)
-        dropped = ours.stores.dropped
-        content = tuple(
-            self._to_columns(store, dropped, first, num_columns) for store in ours.tensors
-        )
+        places = ours.stores.dropped, first, num_columns
+        content = tuple(self._to_columns(store, *places) for store in ours.tensors)
         if id(layer) in self._pads_of:
             rows, columns, kept = self._pads_of[id(layer)]
             held = columns >= first
@@ -217,7 +215,6 @@ class TextCache(ColumnCache):
         self._set(row, length, [int(group.dropped[source]) for group in self.slots.each_group()])
 
     def free(self, row: int) -> None:
-        """Empty a row."""
         self._set(row, 0, [0] * len(self.slots.each_group()))
 
     def _set(self, row: int, length: int, dropped: list[int]) -> None:

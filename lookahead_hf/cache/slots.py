@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from lookahead_hf.draft import place_in_row
-from lookahead_hf.kernels import PathTable, compact_on_host
+from lookahead_hf.kernels import compact_on_host
+from lookahead_hf.kernels.data import PathTable
 from lookahead_hf.model.compat import HYBRID_LAYERS, Cache, DynamicLayer, EmptyLayer, StateLayer
 
 
@@ -334,13 +335,7 @@ class SlotCache(Cache):
         self.extent = Extent(self.lengths)
         self.groups: dict[str, SlotGroup] = {}
 
-    @property
-    def longest(self) -> int:
-        """Length of the longest row."""
-        return self.extent.longest
-
     def each_group(self) -> list[SlotGroup]:
-        """Return every group once."""
         return list(dict.fromkeys(self.groups.values()))
 
     def add(
@@ -360,17 +355,12 @@ class SlotCache(Cache):
         group, stores = self.groups[name], Stores(keys, values, self.groups[name].dropped)
         index = None
         if indexer_keys is not None:
-            index = Stores(
-                indexer_keys, indexer_keys.new_empty(*indexer_keys.shape[:3], 0), group.dropped
-            )
+            no_values = indexer_keys.new_empty(*indexer_keys.shape[:3], 0)
+            index = Stores(indexer_keys, no_values, group.dropped)
         group.layers += [stores] if index is None else [stores, index]
         group.capacity = keys.shape[1]
         ours = SlotLayer(group, stores, index)
         self.layers.append(StateSlotLayer(ours, of) if isinstance(of, HYBRID_LAYERS) else ours)
-
-    def add_unshaped(self, name: str) -> None:
-        """Append a layer of the group of that name, shaped by the K and V that it gets first."""
-        self.add(name, *(torch.empty(len(self.lengths), 0, 0, 0) for _ in range(2)))
 
     def add_other(self, layer: Any) -> None:
         """Append a layer without K and V: itself if it holds a state, else an empty one."""

@@ -113,7 +113,6 @@ def admit_call(call: PreparedCall) -> None:
 
 
 def _refuse_if(is_met: object, reason: FallbackReason, detail: str = "", fix: str = "") -> None:
-    """Raise Unserved if a condition is met."""
     if is_met:
         raise Unserved(reason, detail, fix)
 
@@ -262,7 +261,7 @@ def _check_length(call: PreparedCall) -> None:
 def on_device(model: Any, device: torch.device) -> bool:
     """Return whether steps can stay on the device of the prompt."""
     facts = facts_of(model)
-    return facts.all_on(device) and not facts.needs_columns and not facts.mixers
+    return facts.devices <= {device} and not facts.needs_columns and not facts.mixers
 
 
 def _check_cache(model: Any, given: Any) -> None:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from lookahead_hf.call.prepared import PreparedCall
 from lookahead_hf.call.stopping import RowStopping
-
-if TYPE_CHECKING:
-    from lookahead_hf.rows import Rows
-
+from lookahead_hf.rows import Rows
 
 Layers = tuple[torch.Tensor, ...]
 
@@ -81,8 +78,9 @@ class RequestedOutputs:
         fields: dict[str, Any] = {name: self._columns(name)[:num_columns] for name in self._chosen}
         if self.observes:
             columns = list(zip(*self._states, strict=False))[: num_columns - 1]
-            steps = (map(_stacked, zip(*rows, strict=True)) for rows in columns)
-            fields[self._name] = (self._prefill, *map(tuple, steps))
+            steps = (zip(*rows, strict=True) for rows in columns)  # by layer, [rows] each
+            layers = (tuple(torch.stack(states, _ROWS) for states in step) for step in steps)
+            fields[self._name] = (self._prefill, *layers)
             if self._encoder is not None:
                 fields["encoder_hidden_states"] = self._encoder.get("hidden_states")
         return fields
@@ -96,11 +94,6 @@ class RequestedOutputs:
                 row[column] = entry  # a view, which frees the row's own tensor
             joined.append(whole)
         return tuple(joined)
-
-
-def _stacked(of_rows: Layers) -> torch.Tensor:
-    """Stack a layer's hidden states of all rows, [..., 1, hidden] each."""
-    return torch.stack(of_rows, _ROWS)
 
 
 class ColumnStream:
@@ -270,7 +263,6 @@ class Emitter:
             self._stream.push(row, token)
 
     def feed_pad(self, rows: Rows, row: int) -> None:
-        """Append a pad to a finished row."""
         rows.emit(row, self._pad or 0)
 
     def num_shown(self, rows: Rows) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,9 +13,7 @@ from transformers import GenerationConfig
 
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.model import compat
-
-if TYPE_CHECKING:
-    from lookahead_hf.rows import EncoderInputs
+from lookahead_hf.rows import EncoderInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,6 @@ class PreparedCall:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the batch."""
         return len(self.input_ids)
 
     @property
@@ -65,7 +62,6 @@ class PreparedCall:
 
     @cached_property
     def names(self) -> compat.DecoderNames:
-        """Names of the decoder's inputs."""
         return compat.decoder_names(self.model)
 
     @cached_property
@@ -128,7 +124,6 @@ class PreparedCall:
 
     @property
     def do_sample(self) -> bool:
-        """Whether tokens are sampled."""
         return bool(self.generation_config.do_sample)
 
     @property

@@ -9,17 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.generation.stopping_criteria import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
-    MaxTimeCriteria,
-    StoppingCriteria,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
+from transformers.generation import stopping_criteria as hf
 
 
-class StopTexts(StoppingCriteria):
+class StopTexts(hf.StoppingCriteria):
     """Ends a text in which one of some strings appears after the prompt.
 
     transformers' `StopStringCriteria` compares every string with the whole vocabulary before the
@@ -40,7 +33,8 @@ class StopTexts(StoppingCriteria):
         return torch.tensor(found, device=input_ids.device)
 
 
-_KNOWN = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria, StopTexts)
+_UNEVEN = (hf.MaxTimeCriteria, hf.StopStringCriteria, StopTexts)  # May end rows at any lengths
+_KNOWN = (hf.EosTokenCriteria, hf.MaxLengthCriteria, *_UNEVEN)
 """Criteria, by exact type, whose answer for a row depends on that row alone."""
 
 
@@ -51,16 +45,16 @@ def knows_criterion(criterion: Any) -> bool:
 
 def with_stop_strings(
     criteria: Iterable[Any] | None, strings: Any, tokenizer: Any
-) -> StoppingCriteriaList:
+) -> hf.StoppingCriteriaList:
     """Return criteria of a caller with one for stop strings.
 
     `generate` would build that one itself, but drops the tokenizer for decoding strategies. An
     instance that the caller gave takes its place, as in plain generation.
     """
     given = list(criteria or ())
-    if not any(type(each) is StopStringCriteria for each in given):
-        given.append(StopStringCriteria(stop_strings=strings, tokenizer=tokenizer))
-    return StoppingCriteriaList(given)
+    if not any(type(each) is hf.StopStringCriteria for each in given):
+        given.append(hf.StopStringCriteria(stop_strings=strings, tokenizer=tokenizer))
+    return hf.StoppingCriteriaList(given)
 
 
 class RowStopping:
@@ -75,21 +69,21 @@ class RowStopping:
         all_known: Whether every class is known; an unknown one may draw random numbers.
     """
 
-    def __init__(self, criteria: StoppingCriteriaList, num_rows: int) -> None:
+    def __init__(self, criteria: hf.StoppingCriteriaList, num_rows: int) -> None:
         self._criteria, self._num_rows = criteria, num_rows
         self._unknown = [c for c in criteria if not knows_criterion(c)]
-        if type(criteria) is not StoppingCriteriaList:
+        if type(criteria) is not hf.StoppingCriteriaList:
             self._unknown.append(criteria)
 
         def of(kind: type[Any]) -> list[Any]:
             return [each for each in criteria if type(each) is kind]
 
-        self._times, self._texts = of(MaxTimeCriteria), of(StopTexts)
-        self._strings = [_StopStrings(each) for each in of(StopStringCriteria)]
-        ends = [each.eos_token_id.reshape(-1).tolist() for each in of(EosTokenCriteria)]
+        self._times, self._texts = of(hf.MaxTimeCriteria), of(StopTexts)
+        self._strings = [_StopStrings(each) for each in of(hf.StopStringCriteria)]
+        ends = [each.eos_token_id.reshape(-1).tolist() for each in of(hf.EosTokenCriteria)]
         self._eos = {token for tokens in ends for token in tokens}
         self._max_length = min(
-            (each.max_length for each in of(MaxLengthCriteria)), default=math.inf
+            (each.max_length for each in of(hf.MaxLengthCriteria)), default=math.inf
         )
         self.has_eos = any(hasattr(each, "eos_token_id") for each in criteria)
         self.all_known = not self._unknown
@@ -104,9 +98,7 @@ class RowStopping:
             return None
         if self._unknown:
             return type(self._unknown[0]).__name__
-        uneven = [
-            c for c in self._criteria if type(c) in (MaxTimeCriteria, StopStringCriteria, StopTexts)
-        ]
+        uneven = [each for each in self._criteria if type(each) in _UNEVEN]
         return type(uneven[0]).__name__ if uneven and not self.has_eos else None
 
     def stops(
@@ -147,7 +139,7 @@ class RowStopping:
 class _StopStrings:
     """A stop string criterion that is asked only after tokens that can end a stop string."""
 
-    def __init__(self, criterion: StopStringCriteria) -> None:
+    def __init__(self, criterion: hf.StopStringCriteria) -> None:
         self._criterion = criterion
         first = criterion.max_valid_positions * criterion.num_stop_strings
         ends = criterion.embedding_vec[:, first:-1]  # [vocab + 1, strings * ends]

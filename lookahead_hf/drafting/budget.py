@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,17 +30,6 @@ Measured in batches of 4 and 8: 0.4 to 1.0, lower when few tokens are accepted."
 SPREAD = 0.2  # Relative uncertainty of the steps that rows are expected to need
 
 
-@dataclass
-class FixedRunner:
-    """Replaces a runner for drafting without a model: the properties that budgets depend on."""
-
-    mode: str = ""
-    sizes: tuple[int, ...] | None = None
-    most_nodes: int | None = None
-    is_flat: bool = False
-    has_one_shape: bool = False
-
-
 class Budget:
     """Chooses the number of draft nodes of each row.
 
@@ -59,7 +47,7 @@ class Budget:
         max_nodes: int,
         costs: CostModel,
         rows: Rows,
-        runner: Runner | FixedRunner,
+        runner: Runner,
         placement: str = "",
         num_new: int | None = None,
     ) -> None:

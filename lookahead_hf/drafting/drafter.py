@@ -18,7 +18,7 @@ from lookahead_hf.utils import known_names
 if TYPE_CHECKING:
     import torch
 
-    from lookahead_hf.kernels import RowScan, TopKCounts
+    from lookahead_hf.kernels.data import RowScan, TopKCounts
     from lookahead_hf.rows import EncoderInputs, Rows
     from lookahead_hf.runner.outputs import HostCopy, PendingCopy
 
@@ -40,19 +40,16 @@ class BestTokens:
 
     def prefetch(self, copy: HostCopy) -> None:
         """Start the search on the device and add its result to the copy to the host."""
-        if self._on_device():
-            from lookahead_hf.kernels import TopKCounts
+        from lookahead_hf.kernels import backend
+
+        device = self._flat.device
+        if device.type != "cpu" or backend(device) == "triton":
+            from lookahead_hf.kernels.data import TopKCounts
 
             wanted = None
             if copy.walk is not None and copy.num_nodes is not None and self._few is not None:
                 wanted = TopKCounts(copy.walk, copy.num_nodes, min(self._few, self._flat.shape[1]))
             self._pending = copy.add(_pack(self._flat, self._top_k, copy.scan, wanted))
-
-    def _on_device(self) -> bool:
-        from lookahead_hf.kernels import backend
-
-        device = self._flat.device
-        return device.type != "cpu" or backend(device) == "triton"
 
     def take(
         self, rows: np.ndarray, places: np.ndarray, counts: np.ndarray | None = None

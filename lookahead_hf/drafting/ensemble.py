@@ -190,7 +190,6 @@ class Ensemble:
         self.guard.seconds[:] = [0.0] * len(self.guard.seconds)
 
     def _all(self, method: str, *arguments: Any, always: bool = False) -> None:
-        """Call a method of all sources."""
         for index, source in enumerate(self._sources):
             self.guard.run(index, getattr(source, method), *arguments, always=always)
 
@@ -270,7 +269,6 @@ class Ensemble:
         self._all("end", rows, always=True)
 
     def _observers(self) -> list[int]:
-        """Return the sources that observe this step."""
         asked = zip(self._sources, self.backoff.asked, self.backoff.next_asked, strict=True)
         return [
             index

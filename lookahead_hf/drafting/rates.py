@@ -247,7 +247,7 @@ class ModelMemory:
 
 def memory_of(model: Any) -> ModelMemory:
     """Return what drafting keeps of a model between calls."""
-    return kept(model, ModelMemory, ModelMemory)
+    return kept(model, ModelMemory)
 
 
 def placement(model: Any) -> str:

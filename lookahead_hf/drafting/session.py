@@ -13,7 +13,7 @@ import numpy as np
 
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.drafting.budget import Budget, FixedRunner
+from lookahead_hf.drafting.budget import Budget
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble, head, likeliest_chain
 from lookahead_hf.drafting.rates import memory_of, placement
@@ -99,7 +99,7 @@ class DraftSession:
         rows: Rows,
         sources: list[Drafter],
         limits: Limits,
-        runner: Runner | FixedRunner,
+        runner: Runner,
         processes: Processes | None = None,
         complete: Callable[[Rows, DraftTree], DraftTree] | None = None,
     ) -> None:
@@ -237,7 +237,7 @@ class DraftSession:
             release(self._sources)
 
 
-def most_nodes(config: SpeculativeConfig, runner: Runner | FixedRunner) -> int:
+def most_nodes(config: SpeculativeConfig, runner: Runner) -> int:
     """Return the most nodes of a row that the configuration and the runner allow."""
     most = config.max_draft_nodes
     if runner.has_one_shape:

@@ -219,7 +219,6 @@ def _tensors(output: Any) -> list[torch.Tensor]:
 
 
 def _mapped(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Change every tensor of a module's output."""
     if isinstance(output, tuple):
         return tuple(None if part is None else change(part) for part in output)
     return change(output)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,20 +20,17 @@ from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.generation.recorder import StatsRecorder, Tracer
 from lookahead_hf.generation.session import BatchSession, Session
 from lookahead_hf.logits.constraints import find_constraint
+from lookahead_hf.logits.grammars import Grammar
 from lookahead_hf.model import compat
 from lookahead_hf.model.facts import facts_of
 from lookahead_hf.ngram_pool import compilation
-from lookahead_hf.rows import rows_of
+from lookahead_hf.rows import EncoderInputs, rows_of
 from lookahead_hf.runner.host import StepOptions, choose
 from lookahead_hf.runner.patched import patched
 from lookahead_hf.runner.processes import Processes, coordinator
 from lookahead_hf.verification import select
 from lookahead_hf.verification.lockstep import Lockstep
 from lookahead_hf.verification.select import DEVICE, choose_verifier
-
-if TYPE_CHECKING:
-    from lookahead_hf.logits.grammars import Grammar
-    from lookahead_hf.rows import EncoderInputs
 
 
 def assemble(call: PreparedCall) -> BatchSession:

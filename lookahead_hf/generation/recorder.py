@@ -45,7 +45,6 @@ class StatsRecorder:
         self.milliseconds["verify"] -= seconds * 1e3
 
     def observe(self, draft: DraftTree, verdict: Verdict) -> None:
-        """Count a step."""
         drafted, accepted = np.diff(draft.row_offsets), verdict.of_text.num_accepted
         spent = self.milliseconds
         total = spent["forward"] + spent["verify"] + spent["commit"]
@@ -55,7 +54,8 @@ class StatsRecorder:
         self._row_steps += verdict.live
         self._drafted += np.where(verdict.live, drafted, 0)
         self._accepted += accepted
-        self._moved += _num_moved(verdict)
+        moved = verdict.path != place_in_row(verdict.path_offsets)  # behind rejected nodes
+        self._moved += np.diff(np.concatenate([[0], moved.cumsum()])[verdict.path_offsets])
         for row in np.flatnonzero(verdict.live).tolist():
             self._accepted_by_step[row][int(accepted[row])] += 1
             self._drafted_by_step[row][int(drafted[row])] += 1
@@ -104,12 +104,6 @@ class StatsRecorder:
             **times,
             **others,
         )
-
-
-def _num_moved(verdict: Verdict) -> np.ndarray:
-    """Accepted tokens of each row that rejected nodes lie before, [rows] int64."""
-    moved = verdict.path != place_in_row(verdict.path_offsets)
-    return np.diff(np.concatenate([[0], moved.cumsum()])[verdict.path_offsets])
 
 
 OTHER_PROCESS = "another process"
@@ -170,7 +164,6 @@ class Tracer:
 
 
 def _nodes(draft: DraftTree, row: int, sources: Sequence[str]) -> tuple[TraceNode, ...]:
-    """Return the nodes of a row."""
     own, evidence = draft.row(row), draft.evidence
     fields = draft.token_ids[own], draft.parents[own], draft.depth[own]
     names, scores = [(OTHER_PROCESS,)] * len(fields[0]), [None] * len(fields[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,12 +21,10 @@ from lookahead_hf.generation.recorder import StatsRecorder, Tracer
 from lookahead_hf.model import compat
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.host import Runner
+from lookahead_hf.runner.outputs import StepOutputs
 from lookahead_hf.runner.prefill import prefill
 from lookahead_hf.runner.processes import Processes
 from lookahead_hf.verification.walk import Verifier
-
-if TYPE_CHECKING:
-    from lookahead_hf.runner.outputs import StepOutputs
 
 
 def finish_cache(session: BatchSession, columns: int) -> Any:

@@ -158,7 +158,6 @@ def _fall_back(
 
 
 def _plain_record(config: SpeculativeConfig, unserved: Unserved) -> SpeculativeStats:
-    """Return the record of a call that is not speculated."""
     trace = Trace(fallback_reason=str(unserved.reason)) if config.trace else None
     return SpeculativeStats(fallback_reason=unserved.reason, trace=trace)
 

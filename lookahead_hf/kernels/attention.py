@@ -200,9 +200,6 @@ def add_sink(top, total, acc, sink):
     return merge(top, total, acc, sink, tl.full(sink.shape, 1.0, tl.float32), tl.zeros_like(acc))
 
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
-
 @triton.jit(do_not_specialize=["nodes", "window", "num_columns"])
 def _prefix_kernel(
     acc_ptr,  # [rows, kv_heads, splits, nodes * GROUP, DIM_V]

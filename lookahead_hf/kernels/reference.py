@@ -126,7 +126,7 @@ def compact_path(
     path: torch.Tensor,  # [rows, any]
     num_kept: torch.Tensor,  # [rows]
 ) -> None:
-    """See `dispatch.compact_path`; a token that does not move is written to its place again."""
+    """See `kernels.compact_path`; a token that does not move is written to its place again."""
     place = torch.arange(path.shape[1], device=path.device).expand_as(path)
     kept = place < num_kept[:, None]
     row = torch.arange(len(path), device=path.device)[:, None]

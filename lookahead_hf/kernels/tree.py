@@ -331,7 +331,7 @@ def compact_path(
     path: torch.Tensor,  # [rows, any]
     num_kept: torch.Tensor,  # [rows]
 ) -> None:
-    """See `dispatch.compact_path`; the tensors share one device."""
+    """See `kernels.compact_path`; the tensors share one device."""
     assert len(table.by_device) == 1, "one launch serves one device"
     path = path if path.stride(1) == 1 else path.contiguous()
     launch(

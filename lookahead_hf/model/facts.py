@@ -21,7 +21,7 @@ class ModelFacts:
         modules = list(dict.fromkeys(module for _, module in named))
         self.key = _key(model)  # changes if class, configuration, mode or hooks do
         self.attention_configs = compat.configs_of(modules)
-        kinds = {type(module) for module in modules}
+        kinds: set[Any] = {type(module) for module in modules}
         found = [each for m in modules for each in compat.parameters_of(m).values()]
         own = [parameter for parameter in found if parameter is not None]
         self.devices = {parameter.device for parameter in own}
@@ -31,17 +31,14 @@ class ModelFacts:
         self.repeats_layers = compat.repeats_layers(named)
         self.is_stock = compat.is_stock(model, modules) and not self.repeats_layers
         # Weakly, since a module may refer to the model, too.
-        self._mixers = [ref(module) for module in modules if compat.is_mixer(module)]
+        mixers = set(filter(compat.is_mixer, kinds))
+        self._mixers = [ref(module) for module in modules if type(module) in mixers]
 
     @property
     def mixers(self) -> list[Any]:
         """The modules whose forward reads and writes a recurrent state in the cache."""
         found = (reference() for reference in self._mixers)
         return [module for module in found if module is not None]
-
-    def all_on(self, device: torch.device) -> bool:
-        """Return whether all parameters are on a device."""
-        return self.devices <= {device}
 
 
 def read(model: nn.Module) -> list[nn.Module]:

@@ -74,9 +74,9 @@ def state_of(model: Any) -> ModelState:
         return _states.setdefault(model, ModelState())
 
 
-def kept(model: Any, kind: type[T], make: Callable[[], T]) -> T:
+def kept(model: Any, kind: type[T]) -> T:
     """Return the object of a class that is kept of a model, made on first use."""
     state = state_of(model)
     with state.lock:
         found = state.get(kind)
-        return state.put(make()) if found is None else found
+        return state.put(kind()) if found is None else found

@@ -160,7 +160,6 @@ class Functions:
             warn_of(why)
 
     def retry(self) -> None:
-        """Forget a failure."""
         self.failure, self.child = None, None
 
     def forget_threads(self) -> None:

@@ -274,8 +274,7 @@ class NgramPool:
         digest = hashlib.sha256(json.dumps(numbers, sort_keys=True).encode())
         for array in arrays:
             digest.update(np.ascontiguousarray(array).tobytes())
-        format_of_file = {"format": FORMAT, "version": str(VERSION)}
-        return {**format_of_file, "sha256": digest.hexdigest(), **numbers}
+        return {"format": FORMAT, "version": str(VERSION), "sha256": digest.hexdigest(), **numbers}
 
     def _adopt(self, other: NgramPool, texts: np.ndarray) -> None:
         """Adopt the other pool's tokenizer if it is unknown here; `texts` are its tokens."""

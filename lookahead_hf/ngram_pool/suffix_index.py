@@ -18,6 +18,8 @@ SPARE = 256
 """Further tokens that a row gets room for when it needs more. Moving a row's tables takes 50
 microseconds, and with many short texts some row would move in every step."""
 
+MIN_SCORE = 1e-4  # Least score of a path that is grown
+
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Text, links and heads, as in `_numba`; all are int32."""
 
@@ -97,24 +99,18 @@ class SuffixIndexes:
         moved._make_room(0, num_tokens, NUM_KEYS * num_tokens)
         return moved
 
-    def grow(
-        self, rates: np.ndarray, max_nodes: int, live: np.ndarray, min_score: float = 1e-4
-    ) -> tuple[np.ndarray, ...]:
-        """Grow a tree per live row, best nodes first, without paths that score below `min_score`.
+    def grow(self, rates: np.ndarray, max_nodes: int, live: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Grow a tree per live row, best nodes first, without paths that score below `MIN_SCORE`.
 
         `rates` are [NUM_BUCKETS]. Returns row offsets, token ids, parents, depths and scores as in
         a `DraftTree`, and the bucket of each node, [nodes] int32.
         """
         starts, known = _functions().last_tokens(self._states, live, LONGEST_MATCH)
         rates = rates.astype(np.float64)
-        return _functions().grow_rows(self._states, starts, known, rates, min_score, max_nodes)
+        return _functions().grow_rows(self._states, starts, known, rates, MIN_SCORE, max_nodes)
 
     def grow_after(
-        self,
-        contexts: Sequence[Sequence[int] | np.ndarray],
-        rates: np.ndarray,
-        max_nodes: int,
-        min_score: float = 1e-4,
+        self, contexts: Sequence[Sequence[int] | np.ndarray], rates: np.ndarray, max_nodes: int
     ) -> tuple[np.ndarray, ...]:
         """Grow a tree after each of some other texts, from the texts of all rows; see `grow`.
 
@@ -127,11 +123,8 @@ class SuffixIndexes:
             start[:length] = context[::-1][:length]
         offsets, tokens, parents, *others = _functions().grow_rows(
             np.tile(self._states, (len(contexts), 1)),
-            np.repeat(starts, num_rows, 0),
-            np.repeat(known, num_rows),
-            rates.astype(np.float64),
-            min_score,
-            max_nodes,
+            *(np.repeat(starts, num_rows, 0), np.repeat(known, num_rows)),
+            *(rates.astype(np.float64), MIN_SCORE, max_nodes),
         )
         sizes = np.diff(offsets).reshape(-1, num_rows)
         before = (sizes.cumsum(1) - sizes).ravel()

@@ -151,7 +151,6 @@ class Job:
     loading: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raise ValueError if a field has a value that is not allowed."""
         check_int("max_new_tokens", self.max_new_tokens, 1, 2**31)
         check_int("max_slots", self.max_slots, 1, 4096)
         if self.seed is not None:

@@ -12,9 +12,9 @@ from torch import nn
 from lookahead_hf import kernels
 from lookahead_hf.block.block import Block, HeldSlots, kernel_serves, read_mask
 from lookahead_hf.block.packed import PackedBlock
+from lookahead_hf.kernels.data import MAX_HEAD_DIM
 from lookahead_hf.model import compat
 from lookahead_hf.model.facts import facts_of
-from lookahead_hf.runner import watch
 from lookahead_hf.runner.forward import ForwardContext, current
 
 SERVED = ("eager", "sdpa")
@@ -178,11 +178,15 @@ def _attend(
 
 
 def registered(context: ForwardContext | None, name: str, module: nn.Module) -> tuple[Any, bool]:
-    """Return what `watch.attention_of` returns, asked once per forward."""
+    """Return a module's attention function, and whether it is transformers' and torch's own.
+
+    The function is None if none is registered by the name: then the module's file has its own.
+    """
     found: tuple[Any, bool] | None = None if context is None else context.made.get(name)
     if found is None:
-        found = watch.attention_of(name, module)
-        if context is not None and found[0] is not None:  # else each module's file has its own
+        function = compat.attention_function(name)
+        found = function, compat.is_stock_attention(function, module)
+        if context is not None and function is not None:
             context.made[name] = found
     return found
 
@@ -273,7 +277,7 @@ def kernel_is_faster(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     same bits whatever else the machine does. If LOOKAHEAD_HF_BACKEND asks for Triton, the kernel
     always serves.
     """
-    if max(query.shape[3], value.shape[3]) > kernels.MAX_HEAD_DIM or query.dtype not in _DTYPES:
+    if max(query.shape[3], value.shape[3]) > MAX_HEAD_DIM or query.dtype not in _DTYPES:
         return False
     # Triton's interpreter multiplies the bit patterns of bfloat16.
     if query.device.type == "cpu" and query.dtype == torch.bfloat16:

@@ -6,14 +6,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from lookahead_hf.block.block import Block
-    from lookahead_hf.block.packed import PackedBlock
-
+from lookahead_hf.block.block import Block
+from lookahead_hf.block.packed import PackedBlock
 
 _lock = threading.RLock()
 

@@ -65,10 +65,8 @@ class Runner:
         self._shape = shape
         self.is_flat = flat
         self.steps = steps
-        self.step_tokens, self._is_nan_alone = (
-            np.zeros(num_rows, np.int64),
-            np.zeros(num_rows, bool),
-        )
+        self.step_tokens = np.zeros(num_rows, np.int64)
+        self._is_nan_alone = np.zeros(num_rows, bool)
         self._is_repeat = self._is_new = False
         self.only_chains = bool(facts_of(model).mixers)
         self._known_blocks = state_of(model).run_blocks
@@ -81,7 +79,7 @@ class Runner:
         self.beginning, self._names = beginning, beginning.names
         slots = beginning.cache.slots
         if self._shape is not None:
-            slots.fix(slots.longest + self._shape.capacity)
+            slots.fix(slots.extent.longest + self._shape.capacity)
         if self.only_chains:
             by_token = self._shape is not None
             states = optional.load("recurrent states")
@@ -122,7 +120,6 @@ class Runner:
 
     @property
     def cache(self) -> ColumnCache:
-        """The cache of the rows."""
         assert self.beginning is not None
         return self.beginning.cache
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lookahead_hf.draft import DraftTree
-from lookahead_hf.kernels import RowScan
+from lookahead_hf.kernels.data import RowScan
 from lookahead_hf.rows import Rows
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter, is_
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,15 +47,6 @@ def watcher() -> str | None:
 def has_stock_functions() -> bool:
     """Return whether nobody has replaced the functions of torch that layers call."""
     return all(getattr(own, name) is each for own, name, each in _STOCK)
-
-
-def attention_of(name: str, module: nn.Module) -> tuple[Any, bool]:
-    """Return a module's attention function, and whether it is transformers' and torch's own.
-
-    The function is None if no function is registered by the name, so that the module's file has it.
-    """
-    function = compat.attention_function(name)
-    return function, compat.is_stock_attention(function, module)
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -102,14 +93,6 @@ _LAYOUT: tuple[Callable[[Any], Any], ...] = (
 """What a tensor's memory holds; read by `map`, since every step asks for it of every tensor."""
 
 
-class Held(NamedTuple):
-    """An object that a mapping has by a name."""
-
-    mapping: dict[Any, Any]
-    name: Any
-    value: Any
-
-
 class Watch:
     """Everything that kernels or a graph rely on of some modules, read in one walk over them.
 
@@ -139,7 +122,7 @@ class Watch:
         self.modules = list(modules)
         self.functions: dict[tuple[Any, str], Any] = {}
         self._found: list[Any] = []
-        self._held: list[Held] = []
+        self._held: list[tuple[Any, Any, Any]] = []  # a mapping, a name and what it has by that
         self._dicts: list[dict[Any, Any]] = []
         self._sequences: list[tuple[Any, tuple[Any, ...]]] = []
         self._called = {} if is_graph else vars(self.modules[0])
@@ -187,7 +170,7 @@ class Watch:
 
     def hold(self, mapping: dict[Any, Any], names: Iterable[Any]) -> None:
         """Remember the objects that a mapping has by these names."""
-        self._held += [Held(mapping, name, mapping[name]) for name in names]
+        self._held += [(mapping, name, mapping[name]) for name in names]
 
     def _hold_all(self, mapping: dict[Any, Any]) -> None:
         """Remember all that a mapping has, and that it has no more."""

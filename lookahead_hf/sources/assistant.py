@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -23,51 +23,40 @@ from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting.drafter import Drafter, TargetCall, Traits
 from lookahead_hf.fallback import Unserved
 from lookahead_hf.model import compat
-from lookahead_hf.rows import Rows
+from lookahead_hf.rows import EncoderInputs, Rows
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.patched import patched
 from lookahead_hf.runner.prefill import prefill
 from lookahead_hf.sources.growth import NUM_BUCKETS, Drawn, Growth, Likeliest, prior_rates, tree_of
 from lookahead_hf.sources.tokens import Bridge, SameTokens, check_sizes, differ
 
-if TYPE_CHECKING:
-    from lookahead_hf.rows import EncoderInputs
-
 
 class AssistantModel:
     """A model that has read every row up to some token, and can forget the newest ones."""
 
     def __init__(
-        self,
-        model: Any,
-        contexts: Sequence[np.ndarray],
-        encoder_inputs: EncoderInputs | None = None,
+        self, model: Any, contexts: Sequence[np.ndarray], encoder_inputs: EncoderInputs | None
     ) -> None:
         """Read the rows' first tokens, [tokens] int64 each, in one forward; some may have none.
 
         ValueError if the model cannot run such rows, or lacks the input of its encoder.
         """
-        try:
-            self._begin(model, contexts, encoder_inputs)
-        except Unserved as error:
-            name = type(model).__name__
-            raise ValueError(f"{name} cannot be an assistant here: {error.cause}") from error
-
-    def _begin(
-        self, model: Any, contexts: Sequence[np.ndarray], encoder_inputs: EncoderInputs | None
-    ) -> None:
-        admission.admit(model, Purpose.ASSISTANT)
         ids, attended = _left_padded(contexts)
         mask = torch.from_numpy(attended).to(model.device)
         prompt, further = torch.from_numpy(ids).to(model.device), dict[str, Any]()
-        if model.config.is_encoder_decoder:
-            further = _decoder_arguments(model, encoder_inputs)
-        call = prompt_call(model, prompt, mask, **further)
-        admission.admit_call(call)
-        self._rows = Rows(ids, attended)
-        self._runner = Runner(model, len(contexts))
-        with torch.no_grad():
-            prefill(self._runner, call)
+        try:
+            admission.admit(model, Purpose.ASSISTANT)
+            if model.config.is_encoder_decoder:
+                further = _decoder_arguments(model, encoder_inputs)
+            call = prompt_call(model, prompt, mask, **further)
+            admission.admit_call(call)
+            self._rows = Rows(ids, attended)
+            self._runner = Runner(model, len(contexts))
+            with torch.no_grad():
+                prefill(self._runner, call)
+        except Unserved as error:
+            name = type(model).__name__
+            raise ValueError(f"{name} cannot be an assistant here: {error.cause}") from error
 
     def read(self, row: int) -> np.ndarray:
         """Return the tokens of a row that were read and kept, [tokens] int64 (a view)."""
@@ -246,9 +235,8 @@ class AssistantDrafter(Drafter):
         rows = np.flatnonzero(lengths)
         tokens, classes, drawn_from = self._picks.pick(logits, rows, np.array(lengths)[rows] - 1)
         for index, row in enumerate(rows.tolist()):
-            growths[row].extend(
-                tokens[index], classes[index], self.rates, min_reach=self._min_reach
-            )
+            picked = tokens[index], classes[index], self.rates
+            growths[row].extend(*picked, min_reach=self._min_reach)
             if drawn_from is not None:
                 growths[row].drawn_from.append(drawn_from[index])
 
@@ -256,8 +244,7 @@ class AssistantDrafter(Drafter):
         text = self._texts[row]
         if isinstance(text, SameTokens) or not growth.tokens:
             return growth
-        tokens = text.translate(growth.tokens, rows.context(row))
-        return growth.rewritten(tokens, self.rates)
+        return growth.rewritten(text.translate(growth.tokens, rows.context(row)), self.rates)
 
     def end(self, rows: Rows) -> None:
         self._model = None

@@ -8,16 +8,14 @@ from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import takewhile
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from lookahead_hf.draft import ROOT, DraftTree, Evidence, RowDraft
 from lookahead_hf.drafting.drafter import Guard, Refiner, Traits, warn_of_failure
 from lookahead_hf.logits.grammars import Grammar
-
-if TYPE_CHECKING:
-    from lookahead_hf.rows import Rows
+from lookahead_hf.rows import Rows
 
 _SPLIT = re.compile(rb"(?<=\s)(?= \S)")
 """Tokenizers leave the last of several spaces to the next word."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,7 +23,7 @@ from lookahead_hf.config import check_int
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting.drafter import Drafter, Step, Traits
 from lookahead_hf.model import compat
-from lookahead_hf.model.state import state_of
+from lookahead_hf.model.state import kept, state_of
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.outputs import pinned
 from lookahead_hf.sources.growth import NUM_BUCKETS, Growth, Likeliest, prior_rates, tree_of
@@ -197,7 +196,7 @@ class MtpHeads:
                 "split over processes: leave the drafter out"
             )
         key = target.config.name_or_path, target.device, target.dtype
-        self._layers = _kept(target, KeptLayers, key, lambda: compat.load_mtp(target))
+        self._layers = _kept(target, "mtp", key, lambda: compat.load_mtp(target))
         self._layers.tie_with_main_model(target)  # whose layers may have been replaced
         layers = len(self._layers.layers)
         self._num_draft = num_draft or (layers if layers > 1 else NUM_DRAFT)
@@ -290,12 +289,11 @@ class MedusaHeads:
         self.path, weight = Path(path).resolve(), target.get_output_embeddings().weight
         key = self.path, self.path.stat().st_mtime_ns, weight.device, target.dtype
         vocab, hidden = int(compat.text_config(target).vocab_size), weight.shape[1]
-        self._heads: list[Head] = _kept(
-            target,
-            KeptHeads,
-            key,
-            lambda: _heads_of(_read(self.path, weight.device, target.dtype), vocab, hidden),
-        )
+
+        def load() -> list[Head]:
+            return _heads_of(_read(self.path, weight.device, target.dtype), vocab, hidden)
+
+        self._heads: list[Head] = _kept(target, "medusa", key, load)
 
     def begin(self) -> None:
         """Nothing to forget: the heads read the newest hidden state alone."""
@@ -364,28 +362,17 @@ def _on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return pinned(array, device).to(device, non_blocking=True)
 
 
-@dataclass(frozen=True)
-class KeptLayers:
-    """Layers that are kept with a model, and what they were loaded for."""
-
-    key: tuple[Any, ...]
-    layers: Any
+class KeptLayers(dict[str, tuple[Any, Any]]):
+    """Layers that are kept with a model, by drafters, each with what they were loaded for."""
 
     def release(self) -> None:
         """Do nothing: a call in progress keeps its layers until it ends."""
 
 
-class KeptHeads(KeptLayers):
-    """Heads of a file that are kept with a model."""
-
-
-def _kept(
-    target: Any, kind: type[KeptLayers], key: tuple[Any, ...], load: Callable[[], Any]
-) -> Any:
-    """Return the layers that are kept with a model, loaded again if the key has changed."""
-    state = state_of(target)
-    with state.lock:
-        found = state.get(kind)
-        if found is None or found.key != key:
-            found = state.put(kind(key, load()))
-        return found.layers
+def _kept(target: Any, name: str, key: tuple[Any, ...], load: Callable[[], Any]) -> Any:
+    """Return a drafter's layers that are kept with a model, loaded again if the key has changed."""
+    with state_of(target).lock:
+        found = kept(target, KeptLayers)
+        if name not in found or found[name][0] != key:
+            found[name] = key, load()
+        return found[name][1]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -19,9 +19,7 @@ from lookahead_hf.drafting.drafter import Drafter, Traits
 from lookahead_hf.drafting.sources.ngram import rates_of
 from lookahead_hf.ngram_pool import NgramPool
 from lookahead_hf.ngram_pool.matches import NUM_BUCKETS
-
-if TYPE_CHECKING:
-    from lookahead_hf.rows import Rows
+from lookahead_hf.rows import Rows
 
 ONLY_CONTINUATION = (0.08, 0.10, 0.20, 0.33, 0.35, 0.42, 0.48, 0.52, 0.65, 0.80, 0.85)
 """Acceptance rate of the only known continuation by match-length class, as in `ngram`. Measured on

@@ -174,7 +174,6 @@ class Trace:
         return dataclasses.asdict(self)
 
     def __add__(self, other: Trace) -> Trace:
-        """Join the traces of two decodings of one call."""
         end = self.steps[-1].start_ms + self.steps[-1].total_ms if self.steps else 0.0
         later = tuple(replace(step, start_ms=step.start_ms + end) for step in other.steps)
         reason = self.fallback_reason or other.fallback_reason

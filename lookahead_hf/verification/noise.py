@@ -75,7 +75,9 @@ class SavedGenerator:
         self._generator = default_generator(device)
         with _LOCK:
             self.begin = self._generator.get_state()
-            self._state = _far_from(self.begin, device)
+            digest = hashlib.blake2b(self.begin.numpy().tobytes(), digest_size=7).digest()
+            unrelated = torch.Generator(device).manual_seed(int.from_bytes(digest, "little"))
+            self._state = unrelated.get_state()
             self._generator.set_state(self._state)
 
     def put_back(self, state: torch.Tensor) -> None:
@@ -102,16 +104,9 @@ class Replay:
             self.at = known * _CHECKPOINT
 
     def drew(self) -> None:
-        """Note that one more draw was made."""
         self.at += 1
         if self.at == len(self._states) * _CHECKPOINT:
             self._states.append(self.generator.get_state())
-
-
-def _far_from(state: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a generator state that leads to unrelated random numbers."""
-    digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=7).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little")).get_state()
 
 
 _taken = threading.RLock()  # Held while the default generators have a text's state

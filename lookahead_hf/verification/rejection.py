@@ -20,6 +20,7 @@ import torch
 
 from lookahead_hf import kernels
 from lookahead_hf.draft import DraftTree, place_in_row
+from lookahead_hf.kernels.data import TreeWalk
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.outputs import pinned
 from lookahead_hf.verification.node_processors import NodeProcessors, admits
@@ -60,9 +61,8 @@ def _node_by_node(
         children = np.flatnonzero(parents == node)
         drawn = _rows_of_probs(draft)[nodes.start + children]
         which, ids = _upload(drawn, drafted[children], device=probs.device)
-        accepted, token = choose(
-            probs, drafted[children], _drawn_from(draft.probs, which, ids, probs)
-        )
+        drawn_from = _drawn_from(draft.probs, which, ids, probs)
+        accepted, token = choose(probs, drafted[children], drawn_from)
         return Choice(token, None if accepted is None else int(children[accepted]))
 
     return decide
@@ -70,17 +70,6 @@ def _node_by_node(
 
 def _at_once(draft: DraftTree, probs: torch.Tensor) -> Callable[[int], Decide]:
     """Walk the trees of all rows by probabilities, [rows, 1 + nodes, vocab]; return their paths."""
-    walked = _walk_all(draft, probs)
-
-    def of_row(row: int) -> Decide:
-        path, is_distribution = np.split(walked[row], [3 + draft.max_nodes])
-        return along(path, draft.token_ids[draft.row(row)], is_distribution)
-
-    return of_row
-
-
-def _walk_all(draft: DraftTree, probs: torch.Tensor) -> np.ndarray:  # [rows, 1 + nodes, vocab]
-    """Return `TreeWalk.packed` of all rows, and whether each node's probabilities are finite."""
     width, counts = probs.shape[1], np.diff(draft.row_offsets)
     of_nodes = np.repeat(np.arange(len(counts)), counts), place_in_row(draft.row_offsets)
     *tree, row, place, which, ids = _upload(
@@ -90,7 +79,13 @@ def _walk_all(draft: DraftTree, probs: torch.Tensor) -> np.ndarray:  # [rows, 1 
     drawn_from = probs.new_zeros(len(probs), width - 1, probs.shape[2])
     drawn_from[row, place] = _drawn_from(draft.probs, which, ids, probs)
     walk = _reject(probs, drawn_from, *tree)
-    return torch.cat([walk.packed, _is_distribution(probs)], 1).cpu().numpy()
+    walked = torch.cat([walk.packed, _is_distribution(probs)], 1).cpu().numpy()
+
+    def of_row(row: int) -> Decide:
+        path, is_distribution = np.split(walked[row], [3 + draft.max_nodes])
+        return along(path, draft.token_ids[draft.row(row)], is_distribution)
+
+    return of_row
 
 
 def _upload(*arrays: np.ndarray, device: torch.device) -> list[torch.Tensor]:
@@ -130,7 +125,7 @@ def _reject(
     tokens: torch.Tensor,  # [rows, 1 + nodes]
     parents: torch.Tensor,  # [rows, 1 + nodes]
     num_nodes: torch.Tensor,  # [rows]
-) -> kernels.TreeWalk:
+) -> TreeWalk:
     """Call `kernels.reject_tree` with random numbers of the default generator."""
     uniforms = torch.rand(drawn_from.shape[:2], device=probs.device)
     noise = torch.empty_like(probs[:, 0]).exponential_()

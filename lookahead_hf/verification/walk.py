@@ -74,11 +74,6 @@ class Choice(NamedTuple):
 Decide = Callable[[int], Choice]  # Chooses what follows a node of one row
 
 
-def reads_wait(device: torch.device) -> bool:
-    """Return whether the host waits for a device whenever it reads a number there."""
-    return device.type != "cpu"
-
-
 @dataclass(eq=False, slots=True)
 class Rules:
     """How tokens are chosen for a call's rows. A queued request is a one-row call in any row."""
@@ -144,9 +139,9 @@ def on_host(
     rules_of: Callable[[int], Rules], rows: Rows, draft: DraftTree, logits: torch.Tensor
 ) -> Callable[[int], Decide]:
     """Decide as plain `generate` chooses tokens, where the walk gets; see `DecideStep`."""
-    # One launch and one copy for all rows on an accelerator. On a CPU it is faster to look only
-    # at the nodes that the walk reaches.
-    going = np.flatnonzero(rows.live).tolist() if reads_wait(logits.device) else ()
+    # One launch and one copy for all rows on an accelerator, where each number that is read waits.
+    # On a CPU it is faster to look only at the nodes that the walk reaches.
+    going = np.flatnonzero(rows.live).tolist() if logits.device.type != "cpu" else ()
     at_once = any(rules_of(row).takes_likeliest for row in going)
     likeliest = logits.argmax(-1).cpu().numpy() if at_once else None  # [rows, nodes]
 
@@ -221,12 +216,10 @@ class Walk(Verifier):
 
     @property
     def rules(self) -> Rules:
-        """The rules of a batch."""
         assert self._of_batch is not None
         return self._of_batch
 
     def rules_of(self, row: int) -> Rules:
-        """Return the rules of a row."""
         return self._of_batch or self._of_texts[row]
 
     def takes_likeliest(self, rows: Rows) -> bool:

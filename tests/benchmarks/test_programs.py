@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import random
 import re
 import subprocess
 import sys
@@ -136,21 +135,6 @@ def test_a_line_that_fails_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     failed, measured = json.loads((tmp_path / "report.json").read_text())["lines"]
     assert failed["ran"].startswith("IndexError: list index") and measured["first"] == 0.25
     assert "| tiny | 1 | plain |  |" in capsys.readouterr().out
-
-
-def test_edits_are_what_they_say() -> None:
-    made = importlib.import_module("prediction").KINDS
-    text = "".join(f"def total{at}(numbers):\n    return sum(numbers)\n" for at in range(4))
-    new = text.splitlines()
-    for seed in range(8):
-        old = {kind: make(text, random.Random(seed)) for kind, make in made.items()}
-        assert old["rename"].replace("my_", "") == text != old["rename"]
-        inserted = old["insert"].splitlines()
-        assert 2 <= len(new) - len(inserted) <= 4 and set(inserted) <= set(new)
-        deleted = old["delete"].splitlines()
-        assert len(deleted) == len(new) + 2 and set(new) <= set(deleted)
-        changed = old["change"].splitlines()
-        assert sum(a != b for a, b in zip(new, changed, strict=True)) == 3
 
 
 def test_only_the_replay_counts_as_time_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch
 
 import lookahead_hf
 from lookahead_hf.cache.slots import SlotCache
-from lookahead_hf.kernels import PathTable
+from lookahead_hf.kernels.data import PathTable
 from tests.helpers.calls import padded
 from tests.helpers.compared import speculated
 from tests.helpers.device import on_device

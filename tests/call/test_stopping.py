@@ -8,14 +8,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from transformers.generation.stopping_criteria import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
-    MaxTimeCriteria,
-    StoppingCriteria,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
+from transformers.generation import stopping_criteria as hf
 
 from lookahead_hf.call import stopping as stopping_module
 from lookahead_hf.call.stopping import RowStopping, StopTexts
@@ -37,7 +30,7 @@ def asked(stopping: RowStopping, ids: torch.Tensor, scores: Any = None) -> bool:
     return stopping.stops(int(ids[0, -1]), ids.shape[1], lambda: ids, lambda: scores)
 
 
-def plain_stops(criteria: StoppingCriteriaList, ids: torch.Tensor, scores: Any = None) -> bool:
+def plain_stops(criteria: hf.StoppingCriteriaList, ids: torch.Tensor, scores: Any = None) -> bool:
     """The two lines of plain's loop, for one row."""
     unfinished = torch.ones(1, dtype=torch.long)
     unfinished = unfinished & ~criteria(ids, scores)
@@ -50,7 +43,7 @@ def never() -> torch.Tensor:
 
 @pytest.mark.parametrize("eos", [2, [2], [2, 5], torch.tensor([2, 5]), torch.tensor(2)])
 def test_eos_and_length_are_decided_without_the_prefix(eos: Any):
-    criteria = StoppingCriteriaList([EosTokenCriteria(eos), MaxLengthCriteria(9)])
+    criteria = hf.StoppingCriteriaList([hf.EosTokenCriteria(eos), hf.MaxLengthCriteria(9)])
     ours = RowStopping(criteria, 3)
     assert ours.unserved() is None and ours.has_eos
     assert ours.all_known
@@ -64,8 +57,8 @@ def test_eos_and_length_are_decided_without_the_prefix(eos: Any):
 def test_stop_strings_stop_after_exactly_the_tokens_that_complete_them(
     tokenizer: PreTrainedTokenizerFast,
 ):
-    criteria = StoppingCriteriaList(
-        [StopStringCriteria(tokenizer, ["stop", "ab"]), EosTokenCriteria(15)]
+    criteria = hf.StoppingCriteriaList(
+        [hf.StopStringCriteria(tokenizer, ["stop", "ab"]), hf.EosTokenCriteria(15)]
     )
     ours = RowStopping(criteria, 2)
     assert ours.unserved() is None
@@ -82,7 +75,7 @@ def test_stop_strings_stop_after_exactly_the_tokens_that_complete_them(
 def test_time_is_read_after_every_token(monkeypatch: pytest.MonkeyPatch):
     now = [100.0]
     monkeypatch.setattr(stopping_module.time, "time", lambda: now[0])
-    criteria = StoppingCriteriaList([MaxTimeCriteria(5.0), EosTokenCriteria(2)])
+    criteria = hf.StoppingCriteriaList([hf.MaxTimeCriteria(5.0), hf.EosTokenCriteria(2)])
     ours = RowStopping(criteria, 2)
     assert ours.unserved() is None
     answers = []
@@ -92,7 +85,7 @@ def test_time_is_read_after_every_token(monkeypatch: pytest.MonkeyPatch):
     assert answers == [False, False, True]
 
 
-class LastIsEven(StoppingCriteria):
+class LastIsEven(hf.StoppingCriteria):
     """A class that nobody knows."""
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> Any:
@@ -102,14 +95,14 @@ class LastIsEven(StoppingCriteria):
 def test_a_batch_names_the_class_that_cannot_be_asked_row_by_row(
     tokenizer: PreTrainedTokenizerFast,
 ):
-    eos, length = EosTokenCriteria(2), MaxLengthCriteria(9)
-    strings = StopStringCriteria(tokenizer, "stop")
+    eos, length = hf.EosTokenCriteria(2), hf.MaxLengthCriteria(9)
+    strings = hf.StopStringCriteria(tokenizer, "stop")
 
-    class OwnEos(EosTokenCriteria):
+    class OwnEos(hf.EosTokenCriteria):
         """A subclass may do anything."""
 
-    def named(*criteria: StoppingCriteria, rows: int = 2) -> str | None:
-        return RowStopping(StoppingCriteriaList(criteria), rows).unserved()
+    def named(*criteria: hf.StoppingCriteria, rows: int = 2) -> str | None:
+        return RowStopping(hf.StoppingCriteriaList(criteria), rows).unserved()
 
     assert named(length, eos, LastIsEven()) == "LastIsEven"
     assert named(OwnEos(2)) == "OwnEos"
@@ -117,7 +110,7 @@ def test_a_batch_names_the_class_that_cannot_be_asked_row_by_row(
     assert named(length) is None
     # Without eos plain lets a finished row go on.
     assert named(length, strings) == "StopStringCriteria"
-    assert named(length, MaxTimeCriteria(1.0)) == "MaxTimeCriteria"
+    assert named(length, hf.MaxTimeCriteria(1.0)) == "MaxTimeCriteria"
     assert named(length, strings, rows=1) is None
 
 

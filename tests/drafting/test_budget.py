@@ -19,12 +19,11 @@ from lookahead_hf.drafting.budget import (
     Budget,
     CostCurve,
     CostModel,
-    FixedRunner,
 )
 from lookahead_hf.drafting.ensemble import Ensemble, head
 from lookahead_hf.drafting.rates import Calibration
 from lookahead_hf.rows import Rows
-from tests.helpers.drafts import Fixed
+from tests.helpers.drafts import Fixed, FixedRunner
 
 Cost = Callable[[int], float]
 

@@ -12,11 +12,10 @@ import torch
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting import drafter
-from lookahead_hf.drafting.budget import FixedRunner
 from lookahead_hf.drafting.drafter import Drafter, Step, Traits
 from lookahead_hf.drafting.session import DraftSession, Limits
 from lookahead_hf.rows import Rows
-from tests.helpers.drafts import accepted_path
+from tests.helpers.drafts import FixedRunner, accepted_path
 
 VOCAB = 1000
 

@@ -7,12 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+import transformers
 
 import lookahead_hf
 from tests.helpers.calls import padded
@@ -35,20 +30,20 @@ class Asks:
         return self.calls if self.calls % 3 else int(self.inner().sum())
 
 
-class AskingProcessor(Asks, LogitsProcessor):
+class AskingProcessor(Asks, transformers.LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores + 2.0 * ((torch.arange(scores.shape[1]) + self.asked()) % 5 == 0)
 
     def given(self) -> dict[str, Any]:
-        return {"logits_processor": LogitsProcessorList([self])}
+        return {"logits_processor": transformers.LogitsProcessorList([self])}
 
 
-class AskingCriterion(Asks, StoppingCriteria):
+class AskingCriterion(Asks, transformers.StoppingCriteria):
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         return (input_ids[:, -1] + self.asked()) % 59 == 0
 
     def given(self) -> dict[str, Any]:
-        return {"stopping_criteria": StoppingCriteriaList([self])}
+        return {"stopping_criteria": transformers.StoppingCriteriaList([self])}
 
 
 def ran(model: Any, call: dict[str, Any], **ours: Any) -> tuple[torch.Tensor, torch.Tensor]:

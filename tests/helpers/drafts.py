@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +21,16 @@ from lookahead_hf.rows import Rows
 def accepted_path(draft: DraftTree, truth: np.ndarray) -> list[int]:
     """The accepted nodes of a one-row tree, root to leaf, where the target emits `truth`."""
     return [node for node, path in enumerate(paths(draft)) if path == truth[: len(path)].tolist()]
+
+
+class FixedRunner(NamedTuple):
+    """What budgets ask of a runner, for drafting without a model."""
+
+    mode: str = ""
+    sizes: tuple[int, ...] | None = None
+    most_nodes: int | None = None
+    is_flat: bool = False
+    has_one_shape: bool = False
 
 
 class Fixed(Drafter):

@@ -11,13 +11,6 @@ import transformers
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from packaging import version
-from transformers import (
-    DynamicCache,
-    LogitsProcessorList,
-    StaticCache,
-    StoppingCriteriaList,
-    SynthIDTextWatermarkingConfig,
-)
 
 from tests.helpers.architectures import build
 from tests.helpers.models import VOCAB, characters, tiny
@@ -157,23 +150,23 @@ class RandomCall:
             given["prefix_allowed_tokens_fn"] = Allowed(draws)
         if self.own:
             made = [PROCESSORS[name]() for name in self.own]
-            given["logits_processor"] = LogitsProcessorList(made)
+            given["logits_processor"] = transformers.LogitsProcessorList(made)
         if self.stop is not None:
             kind, tokens = self.stop
-            given["stopping_criteria"] = StoppingCriteriaList([CRITERIA[kind](tokens)])
+            given["stopping_criteria"] = transformers.StoppingCriteriaList([CRITERIA[kind](tokens)])
         if self.stop_strings is not None:
             given |= {"stop_strings": self.stop_strings, "tokenizer": tokenizer()}
         return given
 
-    def new_cache(self) -> DynamicCache | StaticCache | None:
+    def new_cache(self) -> transformers.DynamicCache | transformers.StaticCache | None:
         """The cache of a caller who brings one."""
         if not self.turns:
             return None
         config = self.target.config
         if self.is_static:
-            return StaticCache(config, LONGEST)
+            return transformers.StaticCache(config, LONGEST)
         is_bare = self.model in ("llama", "gpt2") and self.seed % 2 == 1  # others have windows
-        return DynamicCache() if is_bare else DynamicCache(config=config)
+        return transformers.DynamicCache() if is_bare else transformers.DynamicCache(config=config)
 
 
 @cache
@@ -216,7 +209,7 @@ _SAMPLED: dict[str, st.SearchStrategy[Any]] = {
     "epsilon_cutoff": st.sampled_from([0.001, 0.05]),
     "eta_cutoff": st.sampled_from([0.001, 0.05]),
     "watermarking_config": st.builds(
-        SynthIDTextWatermarkingConfig, st.just(3), st.just([7, 5, 11, 2])
+        transformers.SynthIDTextWatermarkingConfig, st.just(3), st.just([7, 5, 11, 2])
     ),
 }
 _DECODER_ONLY: dict[str, st.SearchStrategy[Any]] = {

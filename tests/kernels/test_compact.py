@@ -64,7 +64,7 @@ def test_odd_widths(impl: ModuleType, device: torch.device, width: int) -> None:
 
 def test_other_device_types() -> None:
     """Tensors of two devices get a table each."""
-    from lookahead_hf.kernels import PathTable
+    from lookahead_hf.kernels.data import PathTable
 
     table = PathTable([torch.zeros(1, 4, 2), torch.zeros(1, 4, 2, device="meta")])
     assert [part.tensors[0].device.type for part in table.by_device] == ["cpu", "meta"]

@@ -1,4 +1,4 @@
-"""dispatch: which backend serves which device, and what importing it costs."""
+"""Which backend serves which device, and what importing it costs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lookahead_hf import kernels
-from lookahead_hf.kernels import _common, attention, dispatch, reference, tree
+from lookahead_hf.kernels import _common, attention, reference, tree
 
 CPU = torch.device("cpu")
 
@@ -23,7 +23,7 @@ def capabilities(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, tuple[in
     known = {0: (7, 5), 1: (8, 0), 2: (8, 6), 3: (9, 0), 4: (10, 0), 5: (12, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: known[d.index])
     monkeypatch.setattr(_common, "try_launch", lambda device: None)
-    caches = dispatch._has_triton, attention.num_stages
+    caches = kernels._has_triton, attention.num_stages
     for cache in caches:
         cache.cache_clear()
     yield known
@@ -100,9 +100,10 @@ def test_twins_need_no_triton() -> None:
     code = (
         "import sys, torch; sys.modules['triton'] = sys.modules['numba'] = None\n"
         "from lookahead_hf import kernels\n"
+        "from lookahead_hf.kernels.data import PathTable\n"
         "one = torch.zeros(1, 1, dtype=torch.int64)\n"
         "walk = kernels.verify_tree(torch.eye(5)[None, 2:3], one, one - 1, one[0])\n"
-        "table = kernels.PathTable([torch.zeros(1, 4, 2)])\n"
+        "table = PathTable([torch.zeros(1, 4, 2)])\n"
         "kernels.compact_path(table, one[0], walk.path, walk.num_accepted + 1)\n"
         "print(walk.bonus.item(), kernels.topk_rows(torch.eye(5), 1)[1][:, 0].tolist())\n"
     )

@@ -86,7 +86,8 @@ def test_shares_the_pass_of_verification(
 @pytest.mark.parametrize("shares_scan", [True, False])
 def test_few_are_found_at_nodes_where_no_path_ends(device: torch.device, shares_scan: bool) -> None:
     """All k where the path ends, fewer at other nodes, nothing in padding, which is not read."""
-    from lookahead_hf.kernels import TopKCounts, topk, tree
+    from lookahead_hf.kernels import topk, tree
+    from lookahead_hf.kernels.data import TopKCounts
 
     logits = torch.randn(2, 4, 1009, generator=torch.Generator().manual_seed(0))
     best = logits.argmax(-1)

@@ -10,16 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from lookahead_hf.ngram_pool.matches import (
-    BORDER,
-    LEVELS,
-    LONGEST_MATCH,
-    NUM_KEYS,
-    NUM_SHARES,
-    NUM_TOTALS,
-    VISITS,
-    level_of,
-)
+from lookahead_hf.ngram_pool import matches
 
 _State = TypeVar("_State")
 
@@ -80,7 +71,7 @@ class SuffixIndex:
 
     def extend(self, token_ids: Sequence[int]) -> None:
         for token in token_ids:
-            for key in self._keys(self._text if token > BORDER else []):
+            for key in self._keys(self._text if token > matches.BORDER else []):
                 self._places[key].append(len(self._text))
             self._text.append(token)
 
@@ -88,15 +79,15 @@ class SuffixIndex:
         self, rates: Sequence[float], max_nodes: int, context: list[int] | None = None
     ) -> Continuations:
         """Grow a tree after another text, by default after its own."""
-        start = self._text if context is None else context[-LONGEST_MATCH:]
+        start = self._text if context is None else context[-matches.LONGEST_MATCH :]
         tree = grown(start, self._followers, rates, max_nodes)
         return replace(tree, score=tree.score.astype(np.float32))
 
     def _keys(self, context: Sequence[int]) -> Iterator[tuple[int, ...]]:
         """Yield the context's last 1, 2, 4 and 8 tokens, as far as they contain no border."""
-        for k in range(NUM_KEYS):
+        for k in range(matches.NUM_KEYS):
             key = tuple(context[-(1 << k) :])
-            if len(key) < 1 << k or min(key) <= BORDER:
+            if len(key) < 1 << k or min(key) <= matches.BORDER:
                 return
             yield key
 
@@ -107,9 +98,9 @@ class SuffixIndex:
         matches decide about a token; its share is that of all occurrences of their level and above.
         """
         found: dict[int, _Found] = {}
-        occurrences = [0] * len(LEVELS)
+        occurrences = [0] * len(matches.LEVELS)
         for place, match_len in self._occurrences(context):
-            token, level = self._text[place], level_of(match_len)
+            token, level = self._text[place], matches.level_of(match_len)
             occurrences[level] += 1
             known = found.get(token)
             if known is None or level > known.level:
@@ -124,7 +115,7 @@ class SuffixIndex:
         """Yield place and match length of every occurrence to visit, none of them twice."""
         keys = [key for key in self._keys(context) if self._places.get(key)]
         for k in reversed(range(len(keys))):
-            for place in reversed(self._places[keys[k]][-VISITS[k] :]):
+            for place in reversed(self._places[keys[k]][-matches.VISITS[k] :]):
                 match_len = self._match_len(place, context)
                 covered = k + 1 < len(keys) and match_len >= 2 << k
                 if not covered:
@@ -133,8 +124,8 @@ class SuffixIndex:
     def _match_len(self, place: int, context: list[int]) -> int:
         length = 0
         while (
-            length < min(place, len(context), LONGEST_MATCH)
-            and self._text[place - 1 - length] == context[-1 - length] > BORDER
+            length < min(place, len(context), matches.LONGEST_MATCH)
+            and self._text[place - 1 - length] == context[-1 - length] > matches.BORDER
         ):
             length += 1
         return length
@@ -142,5 +133,9 @@ class SuffixIndex:
 
 def bucket_of(level: int, count: int, total: int) -> int:
     """Return the class of a continuation by match level, share in quarters, and total."""
-    share = -(-NUM_SHARES * count // total) - 1
-    return (level * NUM_SHARES + share) * NUM_TOTALS + min(NUM_TOTALS, total) - 1
+    share = -(-matches.NUM_SHARES * count // total) - 1
+    return (
+        (level * matches.NUM_SHARES + share) * matches.NUM_TOTALS
+        + min(matches.NUM_TOTALS, total)
+        - 1
+    )

@@ -1,4 +1,4 @@
-"""Our attention inside a forward: whose function it stands in for, and what it leaves behind."""
+"""Our attention: whose function it replaces, what it leaves behind, and when a kernel attends."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lookahead_hf import kernels
+from lookahead_hf.block.block import kernel_serves
+from lookahead_hf.runner import attention
 from tests.helpers.caches import CACHE
 from tests.helpers.calls import compare, padded
 from tests.helpers.compared import compared, left_to_plain
@@ -108,3 +111,29 @@ def test_a_copy_made_within_a_call_has_the_models_own_attention() -> None:
         assert each.config._attn_implementation == "sdpa"
         assert type(each.config._attn_implementation) is str
         assert each.generate(prompt(), **GREEDY).tolist() == plain.tolist()
+
+
+def layer(rows: int, heads: int, kv_heads: int, width: int, slots: int, dim: int) -> tuple:
+    made = (rows, heads, width, dim), (rows, kv_heads, slots, dim), (rows, kv_heads, slots, dim)
+    return tuple(torch.empty(shape, device="meta") for shape in made)
+
+
+def test_the_kernel_attends_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long contexts, and shorter ones whose programs would leave processors of the GPU idle."""
+    monkeypatch.delenv("LOOKAHEAD_HF_BACKEND", raising=False)
+    monkeypatch.setattr(attention, "_processors", lambda _: 132)
+    assert attention.kernel_is_faster(*layer(1, 28, 4, 64, 512, 128))
+    assert attention.kernel_is_faster(*layer(64, 28, 4, 8, 1024, 128))
+    assert not attention.kernel_is_faster(*layer(1, 28, 4, 64, 256, 128))
+    assert not attention.kernel_is_faster(*layer(8, 28, 4, 64, 512, 128))
+    assert not attention.kernel_is_faster(*layer(1, 4, 1, 8, 2048, 512))
+    monkeypatch.setenv("LOOKAHEAD_HF_BACKEND", "triton")
+    assert attention.kernel_is_faster(*layer(8, 28, 4, 64, 256, 128))
+
+
+def test_no_kernel_attends_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOOKAHEAD_HF_BACKEND", raising=False)
+    monkeypatch.setattr(kernels, "_has_triton", lambda device: True)
+    assert not kernel_serves(torch.device("cpu"), 8)
+    assert kernel_serves(torch.device("cuda"), 64)
+    assert not kernel_serves(torch.device("cuda"), 65)

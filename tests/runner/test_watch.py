@@ -14,29 +14,12 @@ import pytest
 import torch
 from transformers import AttentionInterface
 
-from lookahead_hf.call.execution import (
-    AUTOCAST,
-    CHANGED,
-    HOOKS,
-    OFFLOADED,
-    REPLACED,
-    TENSORS,
-    WATCHED,
-)
+from lookahead_hf.call import execution
 from lookahead_hf.runner import watch
 from lookahead_hf.runner.patched import patched
 from lookahead_hf.runner.watch import Watch
+from tests.helpers import changes
 from tests.helpers.calls import padded
-from tests.helpers.changes import (
-    CHANGES,
-    IN_PLACE,
-    adapted,
-    hooked,
-    pre_hooked,
-    replaced_data,
-    replaced_forward,
-    rescaled,
-)
 from tests.helpers.device import HostReads, Tape, TapeRecorder
 from tests.helpers.models import tiny
 from tests.helpers.replayed import Switch, compare, sets_of, small, streamed
@@ -88,11 +71,11 @@ def blockers(model: Any, **extras: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (hooked, HOOKS),
-        (pre_hooked, HOOKS),
-        (hook_all, HOOKS),
-        (replaced_forward, REPLACED),
-        (put("_hf_hook", object()), OFFLOADED),
+        (changes.hooked, execution.HOOKS),
+        (changes.pre_hooked, execution.HOOKS),
+        (hook_all, execution.HOOKS),
+        (changes.replaced_forward, execution.REPLACED),
+        (put("_hf_hook", object()), execution.OFFLOADED),
     ],
 )
 def test_what_a_graph_would_pass_over_is_named(
@@ -103,10 +86,12 @@ def test_what_a_graph_would_pass_over_is_named(
     assert blockers(model) == [reason]
 
 
-@pytest.mark.parametrize("change", [each for each in CHANGES if each not in IN_PLACE])
+@pytest.mark.parametrize(
+    "change", [each for each in changes.CHANGES if each not in changes.IN_PLACE]
+)
 def test_a_change_is_noticed(change: Callable[[Any], None]) -> None:
     """Between two calls, and within one."""
-    model = adapted(partial(tiny, "llama", num_hidden_layers=3))
+    model = changes.adapted(partial(tiny, "llama", num_hidden_layers=3))
     before = watched(model)
     assert before.is_current()
     change(model)
@@ -117,12 +102,12 @@ def test_a_change_is_noticed(change: Callable[[Any], None]) -> None:
 @pytest.mark.parametrize(
     ("mode", "extras", "found"),
     [
-        (HostReads, {}, [WATCHED]),
-        (Tape, {}, [WATCHED]),
+        (HostReads, {}, [execution.WATCHED]),
+        (Tape, {}, [execution.WATCHED]),
         (lambda: torch.device("cpu"), {}, []),
-        (lambda: torch.autocast("cpu", torch.bfloat16), {}, [AUTOCAST]),
+        (lambda: torch.autocast("cpu", torch.bfloat16), {}, [execution.AUTOCAST]),
         (nullcontext, {"logits_to_keep": 1}, []),
-        (nullcontext, {"token_type_ids": torch.zeros(1, 5)}, [TENSORS]),
+        (nullcontext, {"token_type_ids": torch.zeros(1, 5)}, [execution.TENSORS]),
     ],
 )
 def test_modes_and_further_tensors(mode: Any, extras: dict[str, Any], found: list[str]) -> None:
@@ -140,7 +125,7 @@ def test_compiled_forwards_are_the_models_own() -> None:
         assert blockers(model) == []
     model.model.norm.forward = torch.compile(lambda x: x, backend="eager")
     with patched(model):
-        assert blockers(model) == [REPLACED]
+        assert blockers(model) == [execution.REPLACED]
 
 
 @pytest.mark.parametrize(
@@ -238,9 +223,9 @@ def test_fused_kernels_are_captured(
         assert compare(model, padded("left")).execution == "replayed"
     assert len(sets_of(made)) == 2
     norm.forward = MethodType(lambda self, x: other_fused(self, x) * reads_more[0], norm)
-    assert compare(model, padded("left")).execution == REPLACED
+    assert compare(model, padded("left")).execution == execution.REPLACED
     norm.forward = MethodType(fused, model)
-    assert blockers(model) == [REPLACED]
+    assert blockers(model) == [execution.REPLACED]
 
 
 def test_forwards_of_a_class_are_told_apart(
@@ -258,7 +243,7 @@ def test_forwards_of_a_class_are_told_apart(
         assert compare(model, padded("none")).execution == "replayed"
 
 
-@pytest.mark.parametrize("change", [rescaled, hooked, replaced_data])
+@pytest.mark.parametrize("change", [changes.rescaled, changes.hooked, changes.replaced_data])
 def test_changes_in_the_middle_of_a_call_count(
     change: Callable[[Any], None], made: list[TapeRecorder], no_global_hooks: None
 ) -> None:
@@ -271,7 +256,7 @@ def test_changes_in_the_middle_of_a_call_count(
         assert text != before
         texts.append((before, text))
     assert texts[0] == texts[1]
-    assert stats.execution == CHANGED
+    assert stats.execution == execution.CHANGED
     assert num_replays(made) > 0
 
 

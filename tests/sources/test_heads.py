@@ -153,7 +153,7 @@ def test_beside_other_sources_and_on_a_device(
 
 def kept_layers(model: Any) -> Any:
     kept = state_of(model).get(KeptLayers)
-    return kept and kept.layers
+    return kept and kept["mtp"][1]
 
 
 def test_use_mtp_adds_the_drafter(checkpoint: Any) -> None:

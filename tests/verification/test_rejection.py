@@ -10,12 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from transformers.generation import logits_process as hf
-from transformers.generation.stopping_criteria import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
-    StoppingCriteriaList,
-)
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig, kernels
@@ -49,9 +45,9 @@ WARPERS = [hf.TemperatureLogitsWarper(0.7), hf.TopKLogitsWarper(3)]
 def engine(
     num_rows: int, length: int = 1 + LENGTH, processors: Any = (), eos: int | None = None
 ) -> Walk:
-    criteria = StoppingCriteriaList([MaxLengthCriteria(length)])
+    criteria = transformers.StoppingCriteriaList([transformers.MaxLengthCriteria(length)])
     if eos is not None:
-        criteria.append(EosTokenCriteria(eos))
+        criteria.append(transformers.EosTokenCriteria(eos))
     names = "scores", "logits", "hidden_states", "attentions"
     silent = SimpleNamespace(
         return_dict_in_generate=False, **{f"output_{name}": False for name in names}

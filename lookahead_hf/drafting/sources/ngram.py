@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -16,9 +16,7 @@ from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting.drafter import Drafter, Step, Traits
 from lookahead_hf.ngram_pool import SuffixIndexes
 from lookahead_hf.ngram_pool.matches import BORDER, NUM_BUCKETS
-
-if TYPE_CHECKING:
-    from lookahead_hf.rows import Rows
+from lookahead_hf.rows import Rows
 
 # Measured on texts of a 135M model, on source code and on prose.
 ONLY_CONTINUATION = (0.28, 0.40, 0.52, 0.60, 0.63, 0.71, 0.72, 0.76, 0.82, 0.92, 0.97)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from lookahead_hf.draft import ROOT, DraftTree, RowDraft
 from lookahead_hf.drafting.drafter import Drafter, Traits
-
-if TYPE_CHECKING:
-    from lookahead_hf.rows import Rows
-
+from lookahead_hf.rows import Rows
 
 # How a place in the prediction was found. There are two origins from FOUND on for each class of
 # match lengths: matches near the place where the text left the prediction, and far from it (a

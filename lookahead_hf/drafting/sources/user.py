@@ -72,7 +72,6 @@ class UserDrafter(Drafter):
         self._call("end", rows.copied())
 
     def _call(self, name: str, *arguments: Any) -> None:
-        """Call an optional method of the object."""
         if (method := getattr(self.wrapped, name, None)) is not None:
             method(*arguments)
 

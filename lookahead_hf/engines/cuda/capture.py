@@ -26,7 +26,6 @@ class Recording:
     outputs: Captured
 
     def replay(self) -> None:
-        """Run the step again."""
         self.graph.replay()
 
 

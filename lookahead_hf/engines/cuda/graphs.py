@@ -16,7 +16,7 @@ from lookahead_hf.cache.slots import ColumnCache, SlotGroup
 from lookahead_hf.call import execution
 from lookahead_hf.engines.cuda.capture import Captured, CudaRecorder, Recording, recorder_for
 from lookahead_hf.engines.cuda.step import MAX_WIDTH, StepState
-from lookahead_hf.kernels import PathTable
+from lookahead_hf.kernels.data import PathTable
 from lookahead_hf.model.state import kept
 
 LEAST_VISIBLE = 512  # Slots that the attention of the first graphs sees, doubled as the texts grow
@@ -289,7 +289,7 @@ def widths_for(num_rows: int) -> tuple[int, ...]:
 
 def graphs_of(model: Any) -> ModelGraphs:
     """Return the graphs of a model."""
-    return kept(model, ModelGraphs, ModelGraphs)
+    return kept(model, ModelGraphs)
 
 
 def _limit(device: torch.device, sets: list[GraphSet]) -> float:

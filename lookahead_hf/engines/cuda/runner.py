@@ -12,7 +12,7 @@ from lookahead_hf.engines.cuda import graphs
 from lookahead_hf.engines.cuda.capture import Captured, Recording
 from lookahead_hf.engines.cuda.graphs import GraphSet, Uncapturable, bucket
 from lookahead_hf.engines.cuda.step import MAX_WIDTH, StepFunction, StepState, pack
-from lookahead_hf.kernels import RowScan
+from lookahead_hf.kernels.data import RowScan
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner import watch
 from lookahead_hf.runner.host import Runner, StepOptions
@@ -52,13 +52,11 @@ class OnDevice:
         self.is_captured, self.draws = scoring is None, scoring is not None
 
     def run(self, step: StepFunction, width: int, visible: int) -> Captured:
-        """See `OnHost.run`."""
         return step.run(width, visible) if self.is_captured else step.forward(width, visible)
 
     def outputs(
         self, step: StepFunction, rows: Rows, draft: DraftTree, width: int, captured: Captured
     ) -> DeviceOutputs:
-        """See `OnHost.outputs`."""
         logits, states, *decided = captured
         scan = finite = None
         if self._scoring is None:
@@ -188,7 +186,7 @@ class CudaRunner(Runner):
         self._graphs = graphs.graphs_of(self.model)
         arguments = repr(sorted(beginning.passed.items()))
         kind = self._watch.key, self._decides, arguments, self._shape is None
-        slots = max(self.cache.slots.longest + self._room + MAX_WIDTH, self._most)
+        slots = max(self.cache.slots.extent.longest + self._room + MAX_WIDTH, self._most)
         given = self.cache, beginning.next_position, slots, self._creates
         try:
             self._set = self._graphs.enter(kind, *given)
@@ -226,7 +224,7 @@ class CudaRunner(Runner):
         elif self._set is not None:
             width = min((each for each in self._widths if each >= width), default=width)
         self._drop_unseen(width)
-        return width, self._visible(self.cache.slots.longest + width)
+        return width, self._visible(self.cache.slots.extent.longest + width)
 
     def _drop_unseen(self, width: int) -> None:
         """Make room for a block in layers with a window by dropping what no later token sees."""
@@ -315,7 +313,7 @@ class CudaRunner(Runner):
         """Capture the steps of all widths and lengths that fit the call."""
         widest = max(self._widths)
         self._drop_unseen(widest)
-        slots = self.cache.slots.longest + widest
+        slots = self.cache.slots.extent.longest + widest
         while self._set is not None:
             visible = self._set.visible_for(slots)
             for width in self._widths:

@@ -12,7 +12,7 @@ from lookahead_hf.block.block import Block, HeldSlots, ancestor_words, is_read, 
 from lookahead_hf.block.layout import PromptState, widened
 from lookahead_hf.cache.slots import ColumnCache, SlotGroup
 from lookahead_hf.draft import DraftTree
-from lookahead_hf.kernels import TreeWalk
+from lookahead_hf.kernels.data import TreeWalk
 from lookahead_hf.model import compat
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.forward import ForwardContext, running

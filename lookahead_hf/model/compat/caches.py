@@ -75,15 +75,10 @@ _STATES = frozenset(
 """Methods of a cache that read and write states."""
 
 
-def is_mixer(module: nn.Module) -> bool:
-    """Return whether a module's forward reads and writes a state in the cache."""
-    kind: Any = type(module)
-    return _uses_state(kind)
-
-
 @functools.lru_cache(maxsize=4096)
-def _uses_state(module_class: Any) -> bool:
-    forward = getattr(module_class, "forward", None)
+def is_mixer(kind: Any) -> bool:
+    """Return whether the forward of a class of modules reads and writes a state in the cache."""
+    forward = getattr(kind, "forward", None)
     code = getattr(inspect.unwrap(forward), "__code__", None) if forward else None
     return code is not None and bool(_STATES & set(code.co_names))
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.utils._device import DeviceContext
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map_only as tree_map_only
 
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 
@@ -69,11 +68,6 @@ def wrapper_tensor(
 def num_changes(tensor: torch.Tensor) -> int:
     """Return how often a tensor was written in place; inference tensors do not count it."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def map_only(kind: type[Any], function: Callable[[Any], Any], values: Any) -> Any:
-    """Return nested values with a function applied to those of one type."""
-    return tree_map_only(kind, function, values)
 
 
 def forget_cublas_workspaces() -> None:

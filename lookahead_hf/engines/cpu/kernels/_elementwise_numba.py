@@ -155,7 +155,7 @@ def argmax(address, count, kind):
 
 @jit_numbers
 def compact(words, lengths, path, num_kept):
-    """Move the tokens of a path together; see `dispatch.compact_path`.
+    """Move the tokens of a path together; see `kernels.compact_path`.
 
     Args:
         words: `PathTable.words`, of 4 bytes each.

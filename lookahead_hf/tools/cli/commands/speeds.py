@@ -11,28 +11,10 @@ from typing import Any
 import click
 
 from lookahead_hf.config import SpeculativeConfig
+from lookahead_hf.tools.cli import measuring, options
 from lookahead_hf.tools.cli.commands.env import machine
 from lookahead_hf.tools.cli.commands.texts import PROMPTS, Messages, Stage, open_model, open_stage
-from lookahead_hf.tools.cli.measuring import (
-    OURS,
-    PLAIN,
-    Batch,
-    Line,
-    Run,
-    measure,
-    summarize,
-    systems,
-    table,
-)
-from lookahead_hf.tools.cli.options import (
-    BATCH_SIZE,
-    POSITIVE,
-    command,
-    dtype_option,
-    generation_options,
-    model_options,
-    records,
-)
+from lookahead_hf.tools.cli.measuring import OURS, PLAIN, Batch, Line, Run
 from lookahead_hf.tools.cli.screen import CommandError, Screen
 
 DEFAULT, LEARN, NO_DRAFTS = "default", "learning pool", "no drafts"
@@ -49,11 +31,11 @@ WORTH = 1.1  # The speed-up from which on speculation is worth switching on
 Prompts = dict[str, list[str | Messages]]  # Questions and conversations by the name of their group
 
 _PER_GROUP = click.option(
-    "--sample", type=POSITIVE, default=8, show_default=True, help="prompts per group"
+    "--sample", type=options.POSITIVE, default=8, show_default=True, help="prompts per group"
 )
 
 
-@command(
+@options.command(
     "bench",
     """\
 examples:
@@ -71,9 +53,11 @@ examples:
     "demo)",
 )
 @_PER_GROUP
-@click.option("--rounds", type=POSITIVE, default=3, show_default=True, help="calls of each kind")
-@generation_options(new_tokens=128)
-@BATCH_SIZE
+@click.option(
+    "--rounds", type=options.POSITIVE, default=3, show_default=True, help="calls of each kind"
+)
+@options.generation_options(new_tokens=128)
+@options.BATCH_SIZE
 def BENCH(arguments: SimpleNamespace, screen: Screen) -> None:
     """Time plain, prompt lookup and speculative generation.
 
@@ -84,14 +68,14 @@ def BENCH(arguments: SimpleNamespace, screen: Screen) -> None:
     demo: Prompts = {name: [text] for name, text in PROMPTS.items()}
     prompts = demo if file is None else read_prompts(file, arguments.sample)
     stage = open_stage(arguments, screen)
-    ways = {**systems(size), OURS: stage.speculative()}
+    ways = {**measuring.systems(size), OURS: stage.speculative()}
     runs = _measured(stage, _batches(stage, prompts, size), ways, arguments.rounds)
-    about, lines = machine(stage.model), summarize(runs)
+    about, lines = machine(stage.model), measuring.summarize(runs)
     screen.result({"about": about, "lines": [asdict(line) for line in lines]})
     _show(about, lines, screen)
 
 
-@command(
+@options.command(
     "analyze",
     """\
 examples:
@@ -103,8 +87,8 @@ A record: {"prompt": "...", "group": "tickets"}, or "messages" for "prompt".
 )
 @click.argument("prompts", type=click.Path(path_type=Path))
 @_PER_GROUP
-@model_options(new_tokens=128)
-@dtype_option(default="float32", help="of the model's weights")
+@options.model_options(new_tokens=128)
+@options.dtype_option(default="float32", help="of the model's weights")
 def ANALYZE(arguments: SimpleNamespace, screen: Screen) -> None:
     """Measure what speculation brings for the prompts of a file.
 
@@ -119,7 +103,7 @@ def ANALYZE(arguments: SimpleNamespace, screen: Screen) -> None:
         ways[name] = {"speculative": SpeculativeConfig(**fields, on_fallback="error")}
     batches = _batches(stage, prompts, 1)
     runs = _measured(stage, batches, ways, 1, prepares=False)  # a pool would learn what it is
-    about, lines = machine(stage.model), summarize(runs)
+    about, lines = machine(stage.model), measuring.summarize(runs)
     measured = dict.fromkeys(run.family for run in runs)  # not all, after an interrupt
     groups = [finding(group, lines) for group in measured]
     screen.result({"about": about, "lines": [asdict(line) for line in lines], "groups": groups})
@@ -132,7 +116,7 @@ def ANALYZE(arguments: SimpleNamespace, screen: Screen) -> None:
 def read_prompts(file: Path, most: int) -> Prompts:
     """Return some prompts of each group, spread over the file; CommandError for a wrong line."""
     found: Prompts = {}
-    for where, record in records(file):
+    for where, record in options.records(file):
         group, chat = "all prompts", record
         if isinstance(record, dict):
             group = str(record.get("group", group))
@@ -179,7 +163,7 @@ def _measured(
     runs: list[Run] = []
     try:
         with stage.screen.task(label, rounds * len(batches)) as advance:
-            for measured in measure(
+            for measured in measuring.measure(
                 stage.model, batches, ways, stage.generation, rounds, stage.seed, prepares
             ):
                 runs = measured
@@ -193,7 +177,7 @@ def _measured(
 
 def _show(about: Mapping[str, Any], lines: Sequence[Line], screen: Screen) -> None:
     screen.line(f"\n{about['model']}, {about['dtype']}, {about['device']}")
-    screen.table(table(lines))
+    screen.table(measuring.table(lines))
     screen.line(
         "Speeds include the prefill; of each prompt the round of median speed counts. A step is "
         "one forward after the prefill; plain generate makes one token per step. In half "

@@ -11,32 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lookahead_hf.tools.cli import models
-from lookahead_hf.tools.cli.measuring import (
-    OURS,
-    PLAIN,
-    Call,
-    Divergence,
-    Run,
-    describe,
-    find_divergences,
-    summarize,
-    table,
-    timed_call,
-)
-from lookahead_hf.tools.cli.options import (
-    BATCH_SIZE,
-    DRAFTING,
-    FILE,
-    NEW_FILE,
-    SAMPLING,
-    command,
-    dtype_option,
-    generation_arguments,
-    generation_options,
-    model_options,
-    with_pool,
-)
+from lookahead_hf.tools.cli import measuring, models, options
+from lookahead_hf.tools.cli.measuring import OURS, PLAIN, Call, Divergence, Run
 from lookahead_hf.tools.cli.screen import CommandError, Screen
 from lookahead_hf.tools.trace import colours, runs
 from lookahead_hf.trace import MODEL, Trace
@@ -121,7 +97,7 @@ class Stage:
         is_live = len(inputs["input_ids"]) == 1
         streamer = LiveText(self.tokenizer, self.screen) if is_live else None
         given = {**inputs, **self.generation, **how, "streamer": streamer}
-        call = timed_call(self.model, given, self.seed)
+        call = measuring.timed_call(self.model, given, self.seed)
         if not is_live:
             for text in self.tokenizer.batch_decode(call.rows, skip_special_tokens=True):
                 self.screen.line(text)
@@ -158,7 +134,8 @@ def open_stage(
     arguments: SimpleNamespace, screen: Screen, warms_up: bool = True, drafts: bool = True
 ) -> Stage:
     """Open the model, the assistant and the settings that `generation_options` name."""
-    config = with_pool(arguments.config, arguments.pool)  # a bad file fails before the model loads
+    # First, so that a bad file fails before the model loads.
+    config = options.with_pool(arguments.config, arguments.pool)
     stage = open_model(arguments, screen, warms_up, drafts)
     drafting = {"speculative": config, "speculative_tokenizer": stage.tokenizer}
     if arguments.prediction:
@@ -167,7 +144,7 @@ def open_stage(
         place = arguments.dtype, arguments.device, screen
         assistant, its_tokenizer = models.load(name, "--assistant", *place)
         drafting |= {"assistant_model": assistant, "assistant_tokenizer": its_tokenizer}
-    generation = generation_arguments(arguments)
+    generation = options.generation_arguments(arguments)
     return replace(stage, generation=generation, drafting=drafting, seed=arguments.seed)
 
 
@@ -181,7 +158,7 @@ def read_prompt(given: str | None) -> str:
     return prompt
 
 
-@command(
+@options.command(
     "generate",
     """\
 examples:
@@ -193,9 +170,9 @@ examples:
 """,
 )
 @click.argument("prompts", metavar="[PROMPT]...", nargs=-1)
-@generation_options()
-@BATCH_SIZE
-@click.option("--json-schema", type=FILE, help="the texts are JSON of the schema in this file")
+@options.generation_options()
+@options.BATCH_SIZE
+@click.option("--json-schema", type=options.FILE, help="the texts are JSON of this schema")
 @click.option("--plain", is_flag=True, help="without speculation")
 @click.option("--stats", is_flag=True, help="print the statistics afterwards")
 def GENERATE(arguments: SimpleNamespace, screen: Screen) -> None:
@@ -228,7 +205,7 @@ def facts(call: Call) -> dict[str, Any]:
     return {"seconds": call.seconds, "tokens_per_second": call.speed, "stats": stats}
 
 
-@command(
+@options.command(
     "trace",
     """\
 examples:
@@ -238,8 +215,8 @@ examples:
 """,
 )
 @click.argument("prompt", required=False)
-@generation_options()
-@click.option("--html", type=NEW_FILE, help="write a page that shows every step")
+@options.generation_options()
+@click.option("--html", type=options.NEW_FILE, help="write a page that shows every step")
 def TRACE(arguments: SimpleNamespace, screen: Screen) -> None:
     """Generate one text and show which source foresaw each token.
 
@@ -248,7 +225,7 @@ def TRACE(arguments: SimpleNamespace, screen: Screen) -> None:
     prompt = read_prompt(arguments.prompt)
     stage = open_stage(arguments, screen, warms_up=False)
     given = {**stage.encode(prompt), **stage.generation, **stage.speculative(trace=True)}
-    call = timed_call(stage.model, given, stage.seed)
+    call = measuring.timed_call(stage.model, given, stage.seed)
     assert call.stats is not None
     stats = call.stats.with_text(stage.tokenizer)
     assert stats.trace is not None
@@ -315,7 +292,7 @@ PROMPTS = {
 }
 
 
-@command(
+@options.command(
     "demo",
     """\
 examples:
@@ -324,12 +301,14 @@ examples:
   lookahead-hf demo --prompt "Repeat this sentence five times: ..." --dtype float32
 """,
 )
-@model_options(new_tokens=192)
-@DRAFTING
-@SAMPLING
-@BATCH_SIZE
+@options.model_options(new_tokens=192)
+@options.DRAFTING
+@options.SAMPLING
+@options.BATCH_SIZE
 @click.option("--prompt", help="generate from this instead of the two built-in prompts")
-@dtype_option(multiple=True, default=["float32", "bfloat16"], help="may be given several times")
+@options.dtype_option(
+    multiple=True, default=["float32", "bfloat16"], help="may be given several times"
+)
 def DEMO(arguments: SimpleNamespace, screen: Screen) -> None:
     """Show plain and speculative generation one after the other.
 
@@ -346,11 +325,11 @@ def DEMO(arguments: SimpleNamespace, screen: Screen) -> None:
             calls, rows = _compare(stage, " + ".join(titles), chats)
             measured += [Run(f"{dtype}, {titles[0]}", name, [each]) for name, each in calls.items()]
             found += rows
-    lines = [line for line in summarize(measured) if line.family != "all"]
-    texts = {dtype: describe(found) for dtype, found in divergences.items()}
+    lines = [line for line in measuring.summarize(measured) if line.family != "all"]
+    texts = {dtype: measuring.describe(found) for dtype, found in divergences.items()}
     screen.result({"lines": [asdict(line) for line in lines], "texts": texts})
     screen.line()
-    screen.table(table(lines))
+    screen.table(measuring.table(lines))
     for dtype, text in texts.items():
         screen.line(f"{dtype}: {text}")
     screen.line(
@@ -380,5 +359,7 @@ def _compare(
     screen.line(f"\n{calls[OURS].stats}")
     call, texts = {**inputs, **stage.generation}, [calls[OURS].rows]
     with screen.task("comparing the texts"):
-        (found,) = find_divergences(stage.model, call, calls[PLAIN].rows, texts, stage.seed)
+        (found,) = measuring.find_divergences(
+            stage.model, call, calls[PLAIN].rows, texts, stage.seed
+        )
     return calls, found
