@@ -72,9 +72,9 @@ class SpeculativeConfig:
             CPU, and in prompts where they are faster (float16, or bfloat16 with AMX or without
             AVX-512). They read the model's own weights. Their sums have an order of their own, the
             same in every block: float32 results agree with the model's up to rounding, and texts of
-            16 bits differ only at near ties. "everywhere" waits until they are compiled, and lets them read
-            all prompts: a greedy text then does not depend on the other texts of a batch, on
-            padding or on the number of threads, bit for bit.
+            16 bits differ only at near ties. "everywhere" waits until they are compiled, and lets
+            them read all prompts: a greedy text then does not depend on the other texts of a batch,
+            on padding or on the number of threads, bit for bit.
         pool: The pool of the drafter "pool": an `NgramPool` or the path of one. A pool adds the
             drafter. If `drafters` names "pool" and this is None, the model keeps an empty pool.
         learn: Whether generated texts are added to the pool. The default is False, so that the
