@@ -119,13 +119,13 @@ def compile_here() -> None:
     def add_ir_module(library: Any, module: Any) -> None:
         for function in module.functions:
             if function.blocks:
-                set.add(function.attributes, _WIDE)
+                set.add(function.attributes, _WIDEST)  # llvmlite knows no such attribute
         add(library, module)
 
     JITCodeLibrary.add_ir_module = add_ir_module
 
 
-_WIDE = '"prefer-vector-width"="512"'
+_WIDEST = '"prefer-vector-width"="512"'
 """Lets loops use the widest vectors, where LLVM would halve them for some of Intel's processors."""
 
 

@@ -171,15 +171,19 @@ jit._HERE = Path(sys.argv[1], "toy.py")
 import toy
 assert toy.double(3) == 8 and toy.double(0.5) == 3.0
 print(len(toy.inner.overloads), type(next(iter(toy.inner.overloads.values())).library).__name__)
+print(*['"prefer-vector-width"="512"' in code for code in toy.double.inspect_llvm().values()])
 """
 
 
 def test_inner_functions_are_parts_of_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in the process that compiles: they have no code of their own, in memory or on disk."""
+    """As in the process that compiles: they have no code of their own, in memory or on disk.
+
+    Others use the widest vectors.
+    """
     command = [sys.executable, "-c", COMPILING, str(folder)]
     environment = os.environ | {"NUMBA_CACHE_DIR": str(folder / "kept")}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["2", "_InnerLibrary"]
+    assert done.stdout.split() == ["2", "_InnerLibrary", "True", "True"]
     names = [file.name for file in (folder / "kept").rglob("*.nbi")]
     assert len(names) == 1 and names[0].startswith("toy.double")
     monkeypatch.setattr(config, "CACHE_DIR", str(folder / "kept"))
