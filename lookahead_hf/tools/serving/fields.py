@@ -176,10 +176,18 @@ STOPPING = "the server is stopping: ask again later"
 class Live:
     """The requests of a server that are not answered yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_waiting: int) -> None:
+        self._most_waiting = most_waiting
         self.requests: set[ServedRequest] = set()
         self.num_bytes = 0  # of bodies that are being sent
         self.is_ending = False  # whether no more are served
+
+    def check(self, num_new: int) -> None:
+        """Refuse so many texts, of which a request may ask for several, if too many wait."""
+        if self.is_ending:
+            raise Refused(STOPPING, 503)
+        if num_new + sum(not each.has_begun for each in self.requests) > self._most_waiting:
+            raise Refused("too many requests are waiting: try again later", 429)
 
     def end(self) -> None:
         """End all requests, also from a handler of a signal."""
@@ -204,7 +212,12 @@ def allowed(
     if fields.get("pool") in [*pools]:
         pool = pools[fields.pop("pool")]
         asked = fields
-    _check(fields)
+    options = fields.get("options")
+    of_drafters = options.values() if isinstance(options, Mapping) else ()
+    for given in (fields, *of_drafters):
+        for name, remedy in OF_THE_SERVER.items():
+            if isinstance(given, Mapping) and given.get(name):
+                raise ValueError(f"a request cannot set {name}, which is the server's: {remedy}")
     try:
         of_request = SpeculativeConfig.resolve(asked)
     except (TypeError, AttributeError) as error:
@@ -214,12 +227,3 @@ def allowed(
     if is_named or of_request.drafters is None or "pool" in of_request.drafters:
         return dataclasses.replace(of_request, pool=pool)
     return of_request
-
-
-def _check(fields: Mapping[str, Any]) -> None:
-    options = fields.get("options")
-    of_drafters = options.values() if isinstance(options, Mapping) else ()
-    for given in (fields, *of_drafters):
-        for name, remedy in OF_THE_SERVER.items():
-            if isinstance(given, Mapping) and given.get(name):
-                raise ValueError(f"a request cannot set {name}, which is the server's: {remedy}")
