@@ -45,8 +45,7 @@ class Engine:
     # Takes an output; returns whether anybody hears of its text.
     hand_out: Callable[[GenerationOutput], bool] = lambda output: True
     stops: Callable[[], bool] = lambda: False  # returns whether to give up the requests in progress
-    # Waits while the run is paused; returns whether it was.
-    pauses: Callable[[], bool] = lambda: False
+    pauses: Callable[[], bool] = lambda: False  # waits in a pause; returns whether there was one
     # Calls a function that writes a text alone, which takes long, perhaps in another thread
     beside: Callable[[Callable[[], None]], object] = lambda write: write()
     waiting: deque[QueuedRequest] = field(default_factory=deque)  # texts that have not begun

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from lookahead_hf import fallback
 from lookahead_hf.call.prepared import PreparedCall
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.session import DraftSession, Limits
 from lookahead_hf.engines.cuda.runner import CudaRunner, OnDevice, OnHost
-from lookahead_hf.fallback import Unserved
+from lookahead_hf.fallback import Unserved, report
 from lookahead_hf.generation.decode import build_drafters, run
 from lookahead_hf.generation.recorder import StatsRecorder
 from lookahead_hf.generation.session import Session
@@ -117,7 +116,6 @@ class QueueSession(Session):
         return self.prompts.launch(self.rows, draft)
 
     def observe(self, draft: DraftTree, step: Any, verdict: Verdict) -> None:
-        """Learn from a committed step, and share its time among the requests."""
         Session.observe(self, draft, step, verdict)
         self.times.share(self.jobs)
 
@@ -269,7 +267,7 @@ def _write(engine: Engine, job: QueuedRequest, unserved: Unserved) -> None:
         return job.is_cancelled or engine.stops()
 
     try:
-        fallback.report(builder.model, unserved, builder.request.config.on_fallback)
+        report(builder.model, unserved, builder.request.config.on_fallback)
         if job.num_top is not None:
             raise ValueError(f"a text that is written alone ({unserved.reason}) has no logprobs")
         tokens = write_alone(builder.model, builder.settings(job), job.seed, on_token)

@@ -11,8 +11,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import Message, Send
 from tokenizers.decoders import DecodeStream
 
-from lookahead_hf import stats
-from lookahead_hf.stats import SourceStats, SpeculativeStats
+from lookahead_hf.stats import SourceStats, SpeculativeStats, joined
 from lookahead_hf.tools.serving.fields import ServedRequest, as_error, error
 
 _EVENT = b"data: "
@@ -81,8 +80,8 @@ class Answer:
         choices = [] if is_stream else [choice for each in answers for choice in each["choices"]]
         whole = {**answers[0], "usage": usage, "choices": choices}
         found = [each.stats for each in self.requests if each.stats is not None]
-        joined = reduce(stats.joined, found) if found else None
-        add_fields(whole, ServedRequest(prediction=self.requests[0].prediction, stats=joined))
+        stats = reduce(joined, found) if found else None
+        add_fields(whole, ServedRequest(prediction=self.requests[0].prediction, stats=stats))
         return whole
 
 

@@ -148,13 +148,11 @@ def _temperature(most: float) -> Any:
 
 
 def _settings(text: str, info: Any) -> str:
-    """Check the fields of `generation_config`."""
     _check(SETTINGS, parsed(text.encode()), info.context)
     return text
 
 
 def _known(token: int | str, info: Any) -> int | str:
-    """Check that a token is in the vocabulary."""
     size = info.context.vocab_size
     if size is not None and int(token) >= size:
         raise ValueError(f"the model has {size} tokens, from 0 on")
@@ -162,7 +160,6 @@ def _known(token: int | str, info: Any) -> int | str:
 
 
 def _of_clients(name: str) -> str:
-    """Check the name of an argument of `apply_chat_template`."""
     if name in _OF_TEMPLATES:
         raise ValueError(f"{name} is the server's own")
     return name
@@ -302,9 +299,7 @@ SCHEMAS: Mapping[str, Any] = {
 _DECISIONS = _object({"assets": GenericAlias(dict, (str, _object({}, data_base64=_SENT)))})
 
 
-def check_fields(
-    path: str, body: dict[str, Any], only_model: str, limits: Limits = USUAL, reach: Reach = ANY
-) -> None:
+def check_fields(path: str, body: dict[str, Any], only_model: str, reach: Reach = ANY) -> None:
     """Refuse fields that would be ignored or not understood; correct others.
 
     The body loses tools that must not be called. Refused if it names another model than the
@@ -321,11 +316,6 @@ def check_fields(
     names = "messages", "input", "instructions", "tools"
     for each in ([*map(body.get, names)], body.get("prediction"), *prompts):
         reach.check(_joined(each))
-    stop = body.get("stop") or []
-    stop = [stop] if isinstance(stop, str) else stop
-    most, longest = limits.stop_strings, limits.stop_characters
-    if len(stop) > most or any(len(each) > longest for each in stop):
-        raise ValueError(f"stop takes {most} texts of {longest} characters at most")
     if path == CHAT and body.get("top_logprobs") and not body.get("logprobs"):
         raise ValueError("top_logprobs is served beside logprobs=true: give that, too")
     for token, value in (body.get("logit_bias") or {}).items():
@@ -387,7 +377,7 @@ def take_requests(
 ) -> tuple[list[ServedRequest], int]:
     """Return requests for one text each, and the number of prompts; or refuse them."""
     fields = parsed(body, max(MOST_VALUES, reach.tokens or 0))
-    check_fields(path, fields, only_model, limits, reach)
+    check_fields(path, fields, only_model, reach)
     each = int(fields.pop("n", None) or 1)
     given = fields.get("prompt") if path == COMPLETIONS else None
     prompts = given if isinstance(given, list) else [given]
@@ -410,6 +400,10 @@ def take_request(
     """Take what transformers would do otherwise out of a body; ValueError for a wrong value."""
     asked, prediction = body.pop("speculative", None), body.pop("prediction", None)
     stop, penalty = body.pop("stop", None) or (), body.pop("presence_penalty", None)
+    stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    most, longest = limits.stop_strings, limits.stop_characters
+    if len(stop) > most or any(len(each) > longest for each in stop):
+        raise ValueError(f"stop takes {most} texts of {longest} characters at most")
     schema, tools = take_schema(body), take_tools(body)
     if len((schema if tools is None else json.dumps(tools)) or "") > limits.schema_kb * 1000:
         raise ValueError(f"a schema has {limits.schema_kb:g} KB at most: shorten it")
@@ -434,7 +428,7 @@ def take_request(
         media=kind,
         length=next(lengths, None) if given is None else "generation_config",
         seed=body.pop("seed", None),
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop=stop,
         presence_penalty=float(penalty or 0),
         log_probs=log_probs,
         schema=schema,

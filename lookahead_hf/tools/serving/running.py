@@ -171,7 +171,6 @@ class Alone(GenerateManager):
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Begin a stream."""
         self._prompt = inputs["input_ids"]
         return super().generate_streaming(model, processor, inputs, *args, **kwargs)
 
@@ -183,7 +182,6 @@ class Alone(GenerateManager):
         return self._running.compiling(request, self._prompt, work) or work()
 
     async def async_submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function in the thread, and wait for what it returns."""
         request = current.get() or ServedRequest()
         ready = self._running.compiling(request, kwargs.get("input_ids"), lambda: None)
         if ready is not None:
@@ -200,7 +198,6 @@ class Together(CBGenerateManager):
         self._running = running
 
     def init_cb(self, model: Any, gen_config: Any) -> None:
-        """Take the settings of the request's text."""
         setattr(self, compat.SERVERS_QUEUE, Adding(self._running, model, gen_config))
 
 
@@ -360,7 +357,6 @@ class _Watched:
             self._streamer.put(value)
 
     def end(self) -> None:
-        """Pass the end of the text on."""
         self._request.stats = stats.of_this_thread(self._model)
         if self._request.streams:
             self._request.unfinished_end = unfinished_end(self._tokens, self._tokenizer)
