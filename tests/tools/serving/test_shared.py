@@ -65,6 +65,9 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "chat_template_kwargs": ({"tools": "a.png"}, {"images": "a.png"}),
     "tools": ([{"function": {"name": 5}}],),
     "model": (5,),
+    "logprobs": (3,),
+    "seed": (1.5,),
+    "stream": ("yes",),
     "x" * 1000: (1,),
     "generation_config": (
         *(
@@ -87,6 +90,7 @@ WRONG: list[tuple[str, Any]] = [
     (CHAT, {}),
     *((COMPLETIONS, {"prompt": each}) for each in ("", [[1, 2]])),
     (COMPLETIONS, {"prompt": "x", "suffix": 1}),
+    (RESPONSES, {"input": ""}),
     *(
         (RESPONSES, {"input": [each]})
         for each in ("x", {}, {"type": "function_call", "call_id": "x"})
