@@ -50,14 +50,6 @@ def end_team() -> None:
         pause(_SOFT_PAUSE)
 
 
-def _is_left_alone() -> bool:
-    """Return whether the process ends, and waits for nothing but threads of managers."""
-    if threading.main_thread().is_alive():
-        return False
-    others = (each for each in threading.enumerate() if not each.daemon and each.is_alive())
-    return all(each.name.startswith(RUN) for each in others)
-
-
 RUN = "lookahead_hf queue"  # The beginning of the names of managers' threads
 IDLE_SECONDS = 0.1  # Longest time between two looks for requests in an idle run
 ROOM_SECONDS = 10.0  # Longest wait for room in a full queue, as of transformers' manager
@@ -74,6 +66,7 @@ class SpeculativeBatchingManager:
     Attributes:
         engine: Decodes the requests.
         fatal_error: What has ended the latest run, None unless an exception did.
+        background_thread_status: What has the `fatal_error`, at which `transformers serve` looks.
         warmed_up: Whether `warmup` was called.
     """
 
@@ -91,7 +84,7 @@ class SpeculativeBatchingManager:
         self.num_return_sequences = self.generation_config.num_return_sequences or 1
         self.continuous_batching_config = config
         self.fatal_error: BaseException | None = None
-        self.warmed_up = False
+        self.background_thread_status, self.warmed_up = self, False
         self._changed, self._max_waiting = engine.changed, max_waiting
         self._outputs: deque[GenerationOutput] = deque()
         self._handlers: dict[str, tuple[Callable[..., Any], Any]] = {}
@@ -99,11 +92,6 @@ class SpeculativeBatchingManager:
         self._stop, self._num_named = GOES_ON, 0
         self._pausing: list[int] = []  # ids of the threads that have asked for a pause
         self._is_paused = False
-
-    @property
-    def background_thread_status(self) -> Any:
-        """What has the `fatal_error` of the run, which `transformers serve` looks at."""
-        return self
 
     def warmup(self) -> None:
         """Load the compiled functions for drafting, if they are on disk."""
@@ -244,9 +232,8 @@ class SpeculativeBatchingManager:
         """
 
         def found() -> GenerationOutput | None:
-            any_is_meant = request_id is None
-            results = (o for o in self._outputs if any_is_meant or o.request_id == request_id)
-            return next(results, None)
+            meant = (o for o in self._outputs if request_id in (None, o.request_id))
+            return next(meant, None)
 
         def is_over() -> bool:
             return self._thread is None or self._stop == HAS_ENDED
@@ -294,11 +281,11 @@ class SpeculativeBatchingManager:
     def _wait_for_room(self) -> None:
         """Wait until a request may be added, for as long as transformers' manager waits."""
 
-        def is_full() -> bool:
-            return 0 < self._max_waiting <= len(self.engine.waiting)
+        def can_go_on() -> bool:
+            is_full = 0 < self._max_waiting <= len(self.engine.waiting)
+            return not is_full or self._stop == HAS_ENDED
 
-        self._changed.wait_for(lambda: not is_full() or self._stop == HAS_ENDED, ROOM_SECONDS)
-        if is_full() or self._stop == HAS_ENDED:
+        if not self._changed.wait_for(can_go_on, ROOM_SECONDS) or self._stop == HAS_ENDED:
             raise queue.Full
 
     # The thread of the run calls the following methods.
@@ -320,7 +307,11 @@ class SpeculativeBatchingManager:
 
     def _gives_up(self) -> bool:
         """Return whether to give up the requests in progress: nobody may take their results."""
-        return self._stop >= GIVES_UP or _is_left_alone()
+        if self._stop >= GIVES_UP or threading.main_thread().is_alive():
+            return self._stop >= GIVES_UP
+        # The process ends, unless a thread that is no manager's goes on.
+        others = (each for each in threading.enumerate() if not each.daemon and each.is_alive())
+        return all(each.name.startswith(RUN) for each in others)
 
     def _pauses_now(self) -> bool:
         """Wait while the run is paused; return whether it was."""

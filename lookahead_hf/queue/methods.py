@@ -21,7 +21,6 @@ from lookahead_hf import fallback, stats
 from lookahead_hf.call.arguments import wanted
 from lookahead_hf.call.prepared import Request
 from lookahead_hf.config import SpeculativeConfig, check_int
-from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.model.compat.generation import GenerationOutput, WorkloadHints, bytes_per_token
 from lookahead_hf.queue.manager import SpeculativeBatchingManager
 from lookahead_hf.queue.request import OBJECTS, RequestBuilder, request_state, text_ids
@@ -113,7 +112,7 @@ def call(
     if config is not None:
         try:
             return run(model, config, asked, **given)
-        except Unserved as unserved:
+        except fallback.Unserved as unserved:
             fallback.report(model, unserved, config.on_fallback, "transformers' manager")
             record = stats.SpeculativeStats(fallback_reason=unserved.reason)
             stats.publish(model, record)
@@ -240,7 +239,8 @@ def engine_of(
         batching = ContinuousBatchingConfig()
     if batching.cpu_offload_space:
         detail = f"cpu_offload_space={batching.cpu_offload_space!r}"
-        raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail, "leave it out")
+        reason = fallback.FallbackReason.CONTINUOUS_BATCHING
+        raise fallback.Unserved(reason, detail, "leave it out")
     # The cache of `generate` is another one: transformers' server, for one, switches it off.
     generation.cache_implementation, generation.use_cache = None, True
     slots = batching.max_requests_per_batch if asked.max_slots is None else asked.max_slots

@@ -13,7 +13,6 @@ import torch
 from transformers import StoppingCriteriaList
 
 from lookahead_hf.call import admission
-from lookahead_hf.call.admission import Purpose
 from lookahead_hf.call.emitter import ColumnStream, RequestedOutputs, build_emitter
 from lookahead_hf.call.prepared import PreparedCall, Request
 from lookahead_hf.call.stopping import knows_criterion, with_stop_strings
@@ -29,7 +28,6 @@ from lookahead_hf.runner.host import Runner, StepOptions, choose
 from lookahead_hf.stats import SpeculativeStats
 from lookahead_hf.verification import select
 from lookahead_hf.verification.noise import OwnGenerators
-from lookahead_hf.verification.select import rules_of
 from lookahead_hf.verification.walk import Rules
 
 
@@ -124,13 +122,9 @@ def own_objects(state: RequestState) -> frozenset[int]:
 
     Processors and criteria of known classes do not. A method counts as its owner.
     """
-    found: list[Any] = []
-    for name in OBJECTS:
-        given = state.logit_processor_kwargs.get(name)
-        if isinstance(given, (list, tuple)):
-            found += given
-        elif given is not None:
-            found.append(given)
+    given = (state.logit_processor_kwargs.get(name) for name in OBJECTS)
+    lists = (each if isinstance(each, (list, tuple)) else [each] for each in given)
+    found = (each for own in lists for each in own if each is not None)
     unknown = (each for each in found if not (knows_processor(each) or knows_criterion(each)))
     return frozenset(id(getattr(each, "__self__", each)) for each in unknown)
 
@@ -164,12 +158,6 @@ class QueuedRequest:
         output.logprobs, output.top_logprobs = list(found.of_tokens), list(found.top)
         output.speculative_stats, output.exception = record, self.error
         return output
-
-
-def _set_for_one(config: Any, name: str) -> Any:
-    """Return a setting of a generation config, without the wish for continuous batching."""
-    value = getattr(config, name, None)
-    return None if value == "paged" else value
 
 
 @dataclass(frozen=True)
@@ -249,21 +237,17 @@ class RequestBuilder:
         calls: list[PreparedCall] = []
         settings = self.settings(job)
 
-        def keep(
-            model: Any,
-            input_ids: torch.Tensor,
-            logits_processor: Any,
-            stopping_criteria: Any,
-            generation_config: Any,
-            **model_kwargs: Any,
-        ) -> torch.Tensor:
-            given = logits_processor, stopping_criteria, generation_config, model_kwargs
-            calls.append(PreparedCall(model, input_ids, *given, self.request))
+        def keep(model: Any, input_ids: torch.Tensor, **given: Any) -> torch.Tensor:
+            names = "logits_processor", "stopping_criteria", "generation_config"
+            processors, criteria, config = map(given.pop, names)
+            call = PreparedCall(model, input_ids, processors, criteria, config, given, self.request)
+            calls.append(call)
             return input_ids
 
         compat.plain_generate(self.model, **settings, custom_generate=keep)
         (call,) = calls
-        check_settings(lambda name: _set_for_one(call.generation_config, name))
+        asked = vars(call.generation_config).items()
+        check_settings({name: value for name, value in asked if value != "paged"}.get)
         admission.admit_call(call)
         admission.warn_of_rounding(self.model)
         return call
@@ -278,22 +262,19 @@ class RequestBuilder:
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail, "leave it out")
         config = call.generation_config
         outputs = KeptScores(config) if keeps_scores else RequestedOutputs(config, 1)
-        return rules_of(call, build_emitter(call, outputs, ColumnStream(None, 1, call.pad)), seed)
+        emitter = build_emitter(call, outputs, ColumnStream(None, 1, call.pad))
+        return select.rules_of(call, emitter, seed)
 
     def check(self) -> None:
         """Check the model and the settings of the run: Unserved, or ValueError for a drafter."""
         model = self.model
         self._check_drafters()
-        admission.admit(model, Purpose.REQUESTS)
+        admission.admit(model, admission.Purpose.REQUESTS)
         if self.request.config.draft_invariant:
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, "draft_invariant=True")
-        where = model.device
-        serves = where.type == "cpu" or (select.serves(where) and admission.on_device(model, where))
-        if serves:
-            trial = self.trial()
-            decides = self.rules(trial, 0).takes_likeliest
-            serves = where.type == "cpu" or decides
-        if not serves:
+        where, is_cpu = model.device, model.device.type == "cpu"
+        serves = is_cpu or (select.serves(where) and admission.on_device(model, where))
+        if not serves or not (self.rules(self.trial(), 0).takes_likeliest or is_cpu):
             detail = "an accelerator, unless tokens are the likeliest and all of the model is there"
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail, "call generate with a batch")
 
@@ -317,7 +298,7 @@ class RequestBuilder:
             self.model,
             num_rows,
             WORTHWHILE,
-            self._takes_flat,
+            lambda reads_prompts: admission.takes_flat(self.trial()),
             compiled_layers=config.compiled_layers,
             cuda_graphs=config.cuda_graphs,
         )
@@ -326,10 +307,6 @@ class RequestBuilder:
             fits, most = max_batch_tokens // num_rows - 1, runner.most_nodes
             runner.most_nodes = fits if most is None else min(most, fits)
         return runner
-
-    def _takes_flat(self, reads_prompts: bool) -> bool:
-        """Return whether steps may use flat blocks, which hold the tokens of live rows only."""
-        return admission.takes_flat(self.trial())
 
     def trial(self) -> PreparedCall:
         """Return the call of a made-up request of one token, which writes another without beams."""

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from lookahead_hf import stats
-from lookahead_hf.block.layout import PromptState
 from lookahead_hf.cache.adopt import TextCache
 from lookahead_hf.call.prepared import PreparedCall
 from lookahead_hf.draft import DraftTree
@@ -29,7 +28,6 @@ from lookahead_hf.rows import Rows
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.outputs import StepOutputs
 from lookahead_hf.runner.prefill import prefill
-from lookahead_hf.stats import SpeculativeStats
 
 
 @dataclass(eq=False)
@@ -47,8 +45,7 @@ class Engine:
     # Takes an output; returns whether anybody hears of its text.
     hand_out: Callable[[GenerationOutput], bool] = lambda output: True
     stops: Callable[[], bool] = lambda: False  # returns whether to give up the requests in progress
-    # Waits while the run is paused; returns whether it was.
-    pauses: Callable[[], bool] = lambda: False
+    pauses: Callable[[], bool] = lambda: False  # waits in a pause; returns whether there was one
     # Calls a function that writes a text alone, which takes long, perhaps in another thread
     beside: Callable[[Callable[[], None]], object] = lambda write: write()
     waiting: deque[QueuedRequest] = field(default_factory=deque)  # texts that have not begun
@@ -106,7 +103,7 @@ class Engine:
         with self.changed:
             self.taken.discard(job)
 
-    def deliver(self, job: QueuedRequest, record: SpeculativeStats | None = None) -> None:
+    def deliver(self, job: QueuedRequest, record: stats.SpeculativeStats | None = None) -> None:
         """Hand out the output of a text so far, with its statistics at the end."""
         output, model = job.output(record), self.builder.model
         if record is not None:
@@ -138,14 +135,6 @@ such chunks they wait 0.17 s, and the queue takes as long as before.
 """
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Prompt:
-    """A prompt that a row holds in the cache, [tokens] int64, and the logits after it."""
-
-    ids: np.ndarray
-    logits: torch.Tensor  # [vocab]
-
-
 class Prompts:
     """The prompts that the rows of a runner hold, whole or in part.
 
@@ -160,7 +149,9 @@ class Prompts:
         """`max_batch_tokens`: most tokens of a step, None for any number."""
         self._runner, self._most = runner, max_batch_tokens
         self.reading: dict[int, np.ndarray] = {}
-        self._texts, self._held = TextCache(runner.num_rows), dict[int, Prompt]()
+        self._texts = TextCache(runner.num_rows)
+        # Whole prompts by row, [tokens] int64, and the logits after each, [vocab]
+        self._held: dict[int, tuple[np.ndarray, torch.Tensor]] = {}
 
     def take(
         self, row: int, call: PreparedCall, before_steps: Callable[[], object]
@@ -176,17 +167,15 @@ class Prompts:
         assert alone.beginning is not None
         if self._runner.beginning is None:
             self._texts.build_like(alone.cache.slots)
-            self._runner.begin(self._begin_like(alone.beginning))
+            # Steps are laid out as behind the first prompt; positions count from each text.
+            first = torch.zeros_like(alone.beginning.next_position)  # [..., 1, 1]
+            everywhere = first.expand(*first.shape[:-2], self._runner.num_rows, 1)
+            state = replace(alone.beginning, cache=self._texts, next_position=everywhere)
+            self._runner.begin(state)
         self._texts.take(row, alone.cache.slots)
         logits = outputs.logits[0, -1].clone()  # of a forward that may keep all
-        self._held[row] = Prompt(call.input_ids[0].cpu().numpy(), logits)
+        self._held[row] = call.input_ids[0].cpu().numpy(), logits
         return logits
-
-    def _begin_like(self, alone: PromptState) -> PromptState:
-        """Lay steps out as behind the first prompt; positions count from each text."""
-        first = torch.zeros_like(alone.next_position)  # [..., 1, 1]
-        everywhere = first.expand(*first.shape[:-2], self._runner.num_rows, 1)
-        return replace(alone, cache=self._texts, next_position=everywhere)
 
     def _clear(self, row: int) -> None:
         """Forget the prompt of a row that another one takes."""
@@ -233,8 +222,7 @@ class Prompts:
         step = self._runner.launch_beside(rows, draft, chunks)
         for row in chunks:
             if lengths[row] == len(self.reading[row]):
-                ids = self.reading.pop(row)
-                self._held[row] = Prompt(ids, step.logits[row, 0].clone())
+                self._held[row] = self.reading.pop(row), step.logits[row, 0].clone()
         return step
 
     def is_reading(self, prompt_ids: np.ndarray) -> bool:
@@ -250,18 +238,18 @@ class Prompts:
 
         Layers with a window drop the end of the prompt when the text behind it has grown.
         """
-        for row, prompt in self._held.items():
-            if np.array_equal(prompt.ids, prompt_ids) and self._texts.holds(row, len(prompt_ids)):
+        for row, (ids, _) in self._held.items():
+            if np.array_equal(ids, prompt_ids) and self._texts.holds(row, len(prompt_ids)):
                 return row
         return None
 
     def share(self, row: int, source: int) -> torch.Tensor:
         """Give a free row the prompt of a row, perhaps its own; return the logits after it."""
-        prompt = self._held[source]
-        self._texts.share(row, source, len(prompt.ids))
+        ids, logits = self._held[source]
+        self._texts.share(row, source, len(ids))
         self._clear(row)
-        self._held[row] = prompt
-        return prompt.logits
+        self._held[row] = ids, logits
+        return logits
 
     def forget(self, rows: Iterable[int]) -> None:
         """Empty rows without a text."""

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from lookahead_hf import fallback
 from lookahead_hf.call.prepared import PreparedCall
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.session import DraftSession, Limits
 from lookahead_hf.engines.cuda.runner import CudaRunner, OnDevice, OnHost
-from lookahead_hf.fallback import Unserved
+from lookahead_hf.fallback import Unserved, report
 from lookahead_hf.generation.decode import build_drafters, run
 from lookahead_hf.generation.recorder import StatsRecorder
 from lookahead_hf.generation.session import Session
@@ -98,7 +97,9 @@ class QueueSession(Session):
         """Pass on what the rows have become, and give free rows to the requests that wait."""
         if self.engine.pauses():
             self.prompts.renew()
-        self._free_cancelled()
+        for row, job in list(self.jobs.items()):
+            if job.is_cancelled:
+                self._free(row)
         for row, job in list(self.jobs.items()):
             self._pass_on(row, job)
         self._fill()
@@ -115,15 +116,8 @@ class QueueSession(Session):
         return self.prompts.launch(self.rows, draft)
 
     def observe(self, draft: DraftTree, step: Any, verdict: Verdict) -> None:
-        """Learn from a committed step, and share its time among the requests."""
         Session.observe(self, draft, step, verdict)
         self.times.share(self.jobs)
-
-    def _free_cancelled(self) -> None:
-        """Free the rows of requests that were cancelled."""
-        for row, job in list(self.jobs.items()):
-            if job.is_cancelled:
-                self._free(row)
 
     def _fill(self) -> None:
         """Give free rows to the requests that wait."""
@@ -149,7 +143,11 @@ class QueueSession(Session):
             with self.stats.phase("prefill"):
                 self._prefill(row, job)
         except Unserved as unserved:
-            self._alone(row, job, unserved)
+            self._vacate(row)
+            self.setup.close()
+            # Plain `generate` writes a text that cannot be decoded together with others.
+            self.engine.beside(partial(_write, self.engine, job, unserved))
+            self._set_up()
         except Exception as error:
             self._fail(row, job, error)
         else:
@@ -196,13 +194,6 @@ class QueueSession(Session):
     def _set_up(self) -> None:
         self.setup.enter_context(compat.set_up_for_decoding(self.engine.builder.model))
 
-    def _alone(self, row: int, job: QueuedRequest, unserved: Unserved) -> None:
-        """Let plain `generate` write a text that cannot be decoded together with others."""
-        self._vacate(row)
-        self.setup.close()
-        self.engine.beside(partial(_write, self.engine, job, unserved))
-        self._set_up()
-
     def _pass_on(self, row: int, job: QueuedRequest) -> None:
         """Pass on the tokens of the latest step, and free the row if its text has ended."""
         state, known = job.state, len(job.state.generated_tokens)
@@ -233,14 +224,11 @@ class QueueSession(Session):
                 num_undrafted=int(self.drafts.num_undrafted[row]),
                 **self.runner.ways,
             )
-            self._finish(row, job, record)
+            state.status = RequestStatus.FINISHED
+            self.engine.deliver(job, record)
+            self._free(row)
         elif state.streaming and new:
             self.engine.deliver(job)
-
-    def _finish(self, row: int, job: QueuedRequest, stats: SpeculativeStats) -> None:
-        job.state.status = RequestStatus.FINISHED
-        self.engine.deliver(job, stats)
-        self._free(row)
 
     def _fail(self, row: int, job: QueuedRequest, error: BaseException) -> None:
         job.error = error
@@ -279,7 +267,7 @@ def _write(engine: Engine, job: QueuedRequest, unserved: Unserved) -> None:
         return job.is_cancelled or engine.stops()
 
     try:
-        fallback.report(builder.model, unserved, builder.request.config.on_fallback)
+        report(builder.model, unserved, builder.request.config.on_fallback)
         if job.num_top is not None:
             raise ValueError(f"a text that is written alone ({unserved.reason}) has no logprobs")
         tokens = write_alone(builder.model, builder.settings(job), job.seed, on_token)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,14 +18,20 @@ def model() -> Any:
     return lookahead_hf.enable(models.tiny("llama"), default=DRAFTED)
 
 
+class Live(list[int]):
+    """How many rows decode in every step of a queue, and what is called as the sixth one begins."""
+
+    sixth: Callable[[], object] = staticmethod(lambda: None)
+
+
 @pytest.fixture
-def live(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows decode in every step of a queue."""
-    counts: list[int] = []
-    launch = QueueSession.launch
+def live(monkeypatch: pytest.MonkeyPatch) -> Live:
+    counts, launch = Live(), QueueSession.launch
 
     def counted(self: Any, draft: Any) -> Any:
         counts.append(int(self.rows.live.sum()))
+        if len(counts) == 6:
+            counts.sixth()
         return launch(self, draft)
 
     monkeypatch.setattr(QueueSession, "launch", counted)

@@ -11,17 +11,8 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import lookahead_hf
-from tests.helpers import models
-from tests.helpers.requests import (
-    DRAFTED,
-    WAIT,
-    alone,
-    prompts,
-    results,
-    running,
-    settings,
-    speculated,
-)
+from tests.helpers import models, requests
+from tests.helpers.requests import WAIT, alone, prompts, results, running, settings, speculated
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*runs plain generate")
 
@@ -38,13 +29,19 @@ class Waits(LogitsProcessor):
         assert self.goes_on.wait(WAIT)
         return scores
 
+    def write(self, manager: Any, text: list[int]) -> None:
+        """Add a request, and return when its text has a token."""
+        given = {"logits_processor": LogitsProcessorList([self]), **LONG}
+        manager.add_request(text, request_id="alone", **given)
+        assert self.begun.wait(WAIT)
+
 
 @pytest.fixture(scope="module")
 def model() -> Any:
     """A model whose frequencies change with the length of a text, from 48 tokens on."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     changing = models.tiny("llama", max_position_embeddings=48, rope_parameters=rope)
-    return lookahead_hf.enable(changing, default=DRAFTED)
+    return lookahead_hf.enable(changing, default=requests.DRAFTED)
 
 
 LONG = {"max_new_tokens": 60}  # Such texts may need other frequencies in the end
@@ -64,10 +61,8 @@ def test_what_generate_would_return_does_not_matter(model: Any) -> None:
 
 def test_a_cancelled_text_ends_and_other_requests_go_on(model: Any) -> None:
     config, texts, waits = settings(model), prompts(3, longest=9), Waits()
-    given = {"logits_processor": LogitsProcessorList([waits])}
     with running(model, config, max_slots=3) as manager:
-        manager.add_request(texts[0], request_id="alone", **given, **LONG)
-        assert waits.begun.wait(WAIT)
+        waits.write(manager, texts[0])
         manager.add_request(texts[1], request_id="kept")
         manager.cancel_request("alone")
         waits.goes_on.set()
@@ -81,11 +76,9 @@ def test_a_cancelled_text_ends_and_other_requests_go_on(model: Any) -> None:
 
 def test_it_may_be_written_beside_the_others(model: Any) -> None:
     texts, waits = prompts(2, longest=9), Waits()
-    given = {"logits_processor": LogitsProcessorList([waits])}
     with running(model, settings(model), max_slots=1) as manager, ThreadPoolExecutor(1) as thread:
         manager.engine.beside = thread.submit
-        manager.add_request(texts[0], request_id="alone", **given, **LONG)
-        assert waits.begun.wait(WAIT)
+        waits.write(manager, texts[0])
         manager.add_request(texts[1], request_id="row")
         found = results(manager, 1)
         waits.goes_on.set()
@@ -97,10 +90,8 @@ def test_it_may_be_written_beside_the_others(model: Any) -> None:
 
 def test_a_hard_stop_ends_the_text(model: Any) -> None:
     config, texts, waits = settings(model), prompts(2, longest=9), Waits()
-    given = {"logits_processor": LogitsProcessorList([waits])}
     with running(model, config) as manager:
-        manager.add_request(texts[0], request_id="alone", **given, **LONG)
-        assert waits.begun.wait(WAIT)
+        waits.write(manager, texts[0])
         manager.add_request(texts[1], request_id="waiting")
         manager.stop(block=False, hard_stop=True)
         waits.goes_on.set()

@@ -25,27 +25,16 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 @examples(max_examples=8, deadline=None)
 @given(
-    count=st.integers(1, 8),
-    siblings=st.integers(1, 3),
-    piece=st.integers(1, 40),
+    sizes=st.tuples(*(st.integers(1, most) for most in (8, 3, 40, 5, 30))),
     most=st.one_of(st.none(), st.integers(1, 40)),
-    slots=st.integers(1, 5),
-    longest=st.integers(1, 30),
     seed=st.integers(0, 99),
     do_sample=st.booleans(),
     budget=st.integers(0, 9),
 )
 def test_nothing_but_the_request_decides_about_its_text(
-    count: int,
-    siblings: int,
-    piece: int,
-    most: int | None,
-    slots: int,
-    longest: int,
-    seed: int,
-    do_sample: bool,
-    budget: int,
+    sizes: tuple[int, ...], most: int | None, seed: int, do_sample: bool, budget: int
 ) -> None:
+    count, siblings, piece, slots, longest = sizes
     model = lookahead_hf.enable(models.tiny("llama"))
     texts = prompts(count, seed)
     config = settings(model, max_new_tokens=longest, do_sample=do_sample, eos_token_id=[9, 70])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import queue
 import random
 import sys
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -18,19 +20,8 @@ import lookahead_hf
 from lookahead_hf.ngram_pool import NgramPool
 from lookahead_hf.queue import manager as managers
 from lookahead_hf.queue import scheduler
-from tests.helpers import architectures, models
-from tests.helpers.requests import (
-    DRAFTED,
-    WAIT,
-    alone,
-    broken_after,
-    prompts,
-    results,
-    running,
-    seeded,
-    settings,
-    speculated,
-)
+from tests.helpers import architectures, models, requests
+from tests.helpers.requests import WAIT, alone, prompts, results, running, settings, speculated
 
 
 def test_requests_stream_whole_steps(model: Any) -> None:
@@ -61,8 +52,7 @@ def test_what_ends_a_text_comes_in_any_form(model: Any, kind: Any) -> None:
 
 
 def test_what_cannot_be_copied_for_every_text_is_an_error(model: Any) -> None:
-    config = settings(model, do_sample=True, num_return_sequences=2)
-    (text,) = prompts(1)
+    config, (text,) = settings(model, do_sample=True, num_return_sequences=2), prompts(1)
     with running(model, config) as manager:
         with pytest.raises(TypeError, match="cannot pickle"):
             manager.add_request(text, stopping_criteria=[threading.Lock()])
@@ -74,9 +64,8 @@ def test_what_cannot_be_copied_for_every_text_is_an_error(model: Any) -> None:
 
 
 def test_stopping_in_the_middle_gives_up_what_is_left(model: Any) -> None:
-    config = settings(model, max_new_tokens=400)
-    config.do_sample, config.num_return_sequences = True, 2
-    manager = model.init_continuous_batching(config, seeded(), max_slots=2)
+    config = settings(model, do_sample=True, num_return_sequences=2)
+    manager = model.init_continuous_batching(config, requests.seeded(), max_slots=2)
     manager.start()
     names = manager.add_requests(prompts(5), max_new_tokens=400)
     names += [f"{name}__child#0" for name in names]
@@ -102,9 +91,8 @@ def test_a_pause_keeps_what_is_in_progress(model: Any) -> None:
                 pass
             assert model.generate(torch.tensor([text]), max_new_tokens=4).shape[1] == len(text) + 4
             assert manager.get_result(timeout=0) is None
-        found = manager.get_result(timeout=WAIT)
-        while not found.is_finished():
-            found = manager.get_result(timeout=WAIT)
+        while not (found := manager.get_result(timeout=WAIT)).is_finished():
+            pass
     assert found.generated_tokens == alone(model, text, config)
 
 
@@ -115,7 +103,7 @@ def test_handlers_that_are_gone_hold_nobody_up(
         for name in "abc":
             manager.register_result_handler(name, lambda output: None)
 
-    manager = model.init_continuous_batching(settings(model), seeded(), max_slots=1)
+    manager = model.init_continuous_batching(settings(model), requests.seeded(), max_slots=1)
     asyncio.run(listen(manager))
     for name in "abc":
         manager.add_request(prompts(1)[0], request_id=name)
@@ -128,8 +116,8 @@ def test_handlers_that_are_gone_hold_nobody_up(
 def test_what_fails_in_one_request_fails_that_request(model: Any) -> None:
     """And a run that is stopped decodes what waits."""
     config, texts = settings(model), prompts(5)
-    own = [{}, {"no_such_setting": 1}, broken_after(0), {"num_return_sequences": 2}, {}]
-    manager = model.init_continuous_batching(config, seeded(), max_slots=3)
+    own = [{}, {"no_such_setting": 1}, requests.broken_after(0), {"num_return_sequences": 2}, {}]
+    manager = model.init_continuous_batching(config, requests.seeded(), max_slots=3)
     manager.start()
     for name, text, each in zip("abcde", texts, own, strict=True):
         manager.add_request(text, request_id=name, **each)
@@ -151,11 +139,10 @@ def test_arrivals_cancellations_and_failures_in_any_order(
     monkeypatch.setattr(scheduler, "CHUNK", (1, 5, 256)[seed % 3])
     config = settings(model, do_sample=seed == 1)
     with running(model, config, max_slots=chosen.randint(1, 4)) as manager:
-        found, cancelled, failing = {}, set(), set()
+        found, cancelled = {}, set()
+        failing = {str(index) for index in range(len(texts)) if chosen.random() < 0.2}
         for index, text in enumerate(texts):
-            fails = chosen.random() < 0.2
-            failing |= {str(index)} if fails else set()
-            own = broken_after(len(text) + 3) if fails else {}
+            own = requests.broken_after(len(text) + 3) if str(index) in failing else {}
             manager.add_request(text, request_id=str(index), **own)
             if chosen.random() < 0.5 and (output := manager.get_result(timeout=0.02)):
                 found[output.request_id] = output
@@ -167,12 +154,9 @@ def test_arrivals_cancellations_and_failures_in_any_order(
             found[output.request_id] = output
     assert {name for name, output in found.items() if output.error} == failing & found.keys()
     found = {name: output for name, output in found.items() if name not in failing}
-    kept = {name: output.generated_tokens for name, output in found.items()}
-    if seed != 1:
-        assert kept == {name: alone(model, texts[int(name)], config) for name in kept}
-    else:
-        for name, tokens in kept.items():
-            assert tokens == alone(model, texts[int(name)], config, int(name))
+    for name, output in found.items():
+        expected = alone(model, texts[int(name)], config, int(name))
+        assert output.generated_tokens == expected
     speculated(found.values())
 
 
@@ -185,7 +169,7 @@ def test_who_finds_no_room_waits_for_some_time(model: Any, monkeypatch: pytest.M
         alone(model, text, config) for text in texts
     ]
     monkeypatch.setattr(managers, "ROOM_SECONDS", 0.001)
-    manager = model.init_continuous_batching(config, seeded(**small))
+    manager = model.init_continuous_batching(config, requests.seeded(**small))
     manager.add_request(texts[0])
     with pytest.raises(queue.Full):
         manager.add_request(texts[1])
@@ -220,9 +204,8 @@ def test_requests_draft_from_each_other_if_they_may_learn(model: Any) -> None:
     texts = [prompts(1)[0]] * 6
     pools = {learn: NgramPool() for learn in (True, False)}
     for learn, pool in pools.items():
-        config = lookahead_hf.SpeculativeConfig(
-            drafters=("pool",), pool=pool, learn=learn, budget=6
-        )
+        own = {"drafters": ("pool",), "pool": pool, "learn": learn}
+        config = lookahead_hf.SpeculativeConfig(**own, budget=6)
         found = model.generate_batch(texts, settings(model), speculative=config, max_slots=2)
         stats = [output.speculative_stats for output in found.values()]
         assert (sum(each.num_accepted for each in stats) > 0) is learn
@@ -231,18 +214,18 @@ def test_requests_draft_from_each_other_if_they_may_learn(model: Any) -> None:
 
 
 def test_what_cannot_be_served_goes_to_transformers(model: Any) -> None:
-    config, own = settings(model), {"cpu_offload_space": 1.0}
-    with pytest.warns(
-        lookahead_hf.SpeculationFallbackWarning,
-        match="runs transformers' manager: .*cpu_offload_space",
-    ):
-        manager = model.init_continuous_batching(config, seeded(num_blocks=2, **own))
+    config, own = settings(model), {"num_blocks": 2, "cpu_offload_space": 1.0}
+    with pytest.warns(lookahead_hf.SpeculationFallbackWarning, match="cpu_offload_space"):
+        manager = model.init_continuous_batching(config, requests.seeded(**own))
     assert type(manager) is ContinuousBatchingManager
     model.set_attn_implementation("sdpa")
     lookahead_hf.hook.state_of(model).warned.clear()
     with pytest.raises(lookahead_hf.SpeculationFallbackError, match="draft_invariant"):
         strict = lookahead_hf.SpeculativeConfig(draft_invariant=True, on_fallback="error")
         model.init_continuous_batching(config, speculative=strict)
+    heads = lookahead_hf.SpeculativeConfig(drafters=("ngram", "mtp"))
+    with pytest.raises(ValueError, match="'mtp' reads hidden states"):
+        model.init_continuous_batching(config, speculative=heads)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted by their entries in /proc")
@@ -275,29 +258,19 @@ def test_models_that_keep_more_than_k_and_v_go_to_transformers(model_type: str) 
         model.init_continuous_batching(settings(model), speculative=strict)
 
 
-def test_heads_that_read_hidden_states_are_refused(model: Any) -> None:
-    with pytest.raises(ValueError, match="'mtp' reads hidden states"):
-        heads = lookahead_hf.SpeculativeConfig(drafters=("ngram", "mtp"))
-        model.init_continuous_batching(settings(model), speculative=heads)
-
-
 def test_a_forward_that_fails_fails_everything_and_nobody_waits() -> None:
-    model = lookahead_hf.enable(models.tiny("llama"))
-    config = settings(model)
-    forwards = []
+    model = lookahead_hf.enable(models.tiny("llama"), default=requests.DRAFTED)
+    forwards = itertools.count()
 
     def fail(*args: Any) -> None:
-        forwards.append(1)
-        if len(forwards) > 5:
+        if next(forwards) >= 5:
             raise MemoryError("no room")
 
     model.register_forward_pre_hook(fail)
-    manager = model.init_continuous_batching(config, seeded(), speculative=DRAFTED, max_slots=2)
-    manager.start()
-    manager.add_requests(prompts(4), max_new_tokens=24)
-    errors = [output.error for output in results(manager, 4).values()]
-    assert all("no room" in error for error in errors)
-    manager.stop()
+    with running(model, settings(model)) as manager:
+        manager.add_requests(prompts(4))
+        assert all("no room" in output.error for output in results(manager, 4).values())
+        manager.stop()
     assert isinstance(manager.fatal_error, MemoryError)
 
 
@@ -306,16 +279,14 @@ def test_a_forward_that_fails_fails_everything_and_nobody_waits() -> None:
 def test_who_waits_hears_of_what_ends_the_thread(
     model: Any, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manager = model.init_continuous_batching(settings(model), seeded())
-    waits = threading.Event()
+    manager = model.init_continuous_batching(settings(model), requests.seeded())
 
     def fail() -> None:
-        waits.wait(WAIT)
+        time.sleep(0.1)  # until the result is waited for
         raise error
 
     monkeypatch.setattr(manager, "_decode_all", fail)
     manager.start()
-    threading.Timer(0.1, waits.set).start()
     with pytest.raises(RuntimeError, match="ended by an exception") as raised:
         manager.get_result()
     assert repr(error) in repr(raised.value.__cause__)
@@ -323,7 +294,7 @@ def test_who_waits_hears_of_what_ends_the_thread(
 
 
 def test_who_waits_goes_on_when_another_thread_stops_the_run(model: Any) -> None:
-    manager = model.init_continuous_batching(settings(model), seeded())
+    manager = model.init_continuous_batching(settings(model), requests.seeded())
     manager.start()
     threading.Timer(0.1, lambda: manager.stop(block=False)).start()
     assert manager.get_result() is None

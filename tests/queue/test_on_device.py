@@ -12,16 +12,7 @@ from lookahead_hf.engines.cuda import graphs
 from lookahead_hf.runner.outputs import HostCopy
 from tests.helpers import models
 from tests.helpers.device import TapeRecorder, taped
-from tests.helpers.requests import (
-    DRAFTED,
-    alone,
-    prompts,
-    results,
-    running,
-    seeded,
-    settings,
-    speculated,
-)
+from tests.helpers.requests import DRAFTED, alone, prompts, seeded, settings, speculated
 
 COPIES = lookahead_hf.SpeculativeConfig(budget=6, drafters=("ngram",))
 """Drafts for which nothing but the verdict is read."""
@@ -40,6 +31,18 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TapeRecorder]]:
 
 def num_replays(made: list[TapeRecorder]) -> int:
     return sum(each.num_replays for recorder in made for each in recorder.recordings)
+
+
+def compare(model: Any, own: list[dict[str, Any]], **options: Any) -> None:
+    """Compare the replayed texts of requests, which bring settings, with those of `generate`."""
+    texts = prompts(len(own))
+    requests = [{"input_ids": text, **each} for text, each in zip(texts, own, strict=True)]
+    found = model.generate_batch(requests, settings(model), seeded(), **options).values()
+    expected = [
+        alone(model, text, settings(model, **own[index]), index) for index, text in enumerate(texts)
+    ]
+    assert [each.generated_tokens for each in found] == expected
+    assert {each.execution for each in speculated(found)} == {"replayed"}
 
 
 def test_a_step_is_one_launch_and_one_read(
@@ -63,22 +66,8 @@ def test_a_step_is_one_launch_and_one_read(
 def test_rows_with_rules_of_their_own_are_decided_on_the_host(
     model: Any, made: list[TapeRecorder]
 ) -> None:
-    config, texts = settings(model), prompts(6)
-    own: list[dict[str, Any]] = [{} for _ in texts]
-    own[1], own[3], own[5] = (
-        {"repetition_penalty": 1.3},
-        {"do_sample": True},
-        {"max_new_tokens": 50},
-    )
-    with running(model, config, max_slots=3) as manager:
-        with manager.pause():
-            for index, (text, rules) in enumerate(zip(texts, own, strict=True)):
-                manager.add_request(text, request_id=str(index), **rules)
-        found = results(manager, len(texts))
-    for index, (text, rules) in enumerate(zip(texts, own, strict=True)):
-        expected = alone(model, text, settings(model, **rules), index)
-        assert found[str(index)].generated_tokens == expected
-    assert {each.execution for each in speculated(found.values())} == {"replayed"}
+    rules = {"repetition_penalty": 1.3}, {"do_sample": True}, {"max_new_tokens": 50}
+    compare(model, [own for each in rules for own in ({}, each)], max_slots=3)
     (kept,) = graphs.graphs_of(model).sets
     assert {decides for *_, decides in kept.recordings} == {True, False}
 
@@ -88,16 +77,7 @@ def test_a_longer_text_moves_all_rows_to_larger_graphs(
     model: Any, made: list[TapeRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graphs, "LEAST_VISIBLE", 32)
-    config, texts, most_new = settings(model), prompts(5), (9, 60, 150, 20, 300)
-    with running(model, config, max_slots=2) as manager:
-        with manager.pause():
-            for index, (text, most) in enumerate(zip(texts, most_new, strict=True)):
-                manager.add_request(text, request_id=str(index), max_new_tokens=most)
-        found = results(manager, len(texts))
-    for index, (text, most) in enumerate(zip(texts, most_new, strict=True)):
-        expected = alone(model, text, settings(model, max_new_tokens=most))
-        assert found[str(index)].generated_tokens == expected
-    assert {each.execution for each in speculated(found.values())} == {"replayed"}
+    compare(model, [{"max_new_tokens": most} for most in (9, 60, 150, 20, 300)], max_slots=2)
     assert sum(bool(recorder.recordings) for recorder in made) > 1
 
 

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from tests.helpers import users_parts
-from tests.helpers.requests import alone, prompts, results, running, settings, speculated
+from tests.helpers.requests import alone, prompts, results, running, seeded, settings, speculated
 
 
 class Edits(LogitsProcessor):
@@ -42,6 +42,19 @@ OBJECTS: dict[str, Callable[[], dict[str, Any]]] = {
     "function": lambda: {"prefix_allowed_tokens_fn": users_parts.Allowed(draws=False)},
     "guidance": lambda: {"guidance_scale": 1.5},
 }
+
+
+def compare(model: Any, config: Any, given: Callable[[], list[dict[str, Any]]]) -> None:
+    """Compare the texts of requests, which bring objects, with those of `generate`."""
+    texts = prompts(len(given()))
+    requests = [{"input_ids": text, **own} for text, own in zip(texts, given(), strict=True)]
+    found = model.generate_batch(requests, config, seeded(), max_slots=len(texts)).values()
+    expected = [
+        alone(model, text, config, index, **own)
+        for index, (text, own) in enumerate(zip(texts, given(), strict=True))
+    ]
+    assert [output.generated_tokens for output in found] == expected
+    speculated(found)
 
 
 def test_two_managers_draw_in_turn(model: Any) -> None:
@@ -70,18 +83,10 @@ def test_two_managers_draw_in_turn(model: Any) -> None:
 def test_texts_are_decoded_beside_others(
     model: Any, live: list[int], name: str, do_sample: bool
 ) -> None:
-    config, texts = settings(model, do_sample=do_sample), prompts(4)
-    with running(model, config, max_slots=4) as manager:
-        with manager.pause():
-            for index, text in enumerate(texts):
-                own = OBJECTS[name]() if index % 2 else {}
-                manager.add_request(text, request_id=str(index), **own)
-        found = results(manager, 4)
-    for index, text in enumerate(texts):
-        own = OBJECTS[name]() if index % 2 else {}
-        expected = alone(model, text, config, index, **own)
-        assert found[str(index)].generated_tokens == expected
-    speculated(found.values())
+    def given() -> list[dict[str, Any]]:
+        return [OBJECTS[name]() if index % 2 else {} for index in range(4)]
+
+    compare(model, settings(model, do_sample=do_sample), given)
     assert max(live) >= (2 if name in ("criterion", "function") else 4)
 
 
@@ -91,29 +96,14 @@ def test_every_object_sees_its_texts_in_their_order(model: Any, kind: Any) -> No
         one, other = users_parts.Counts(), users_parts.Counts()
         return [{"logits_processor": kind(own)} for own in ([one], [one, other], [other])]
 
-    config, texts = settings(model, max_new_tokens=25), prompts(3)
-    with running(model, config, max_slots=3) as manager:
-        with manager.pause():
-            for name, text, own in zip("abc", texts, given(), strict=True):
-                manager.add_request(text, request_id=name, **own)
-        found = results(manager, 3)
-    for name, text, own in zip("abc", texts, given(), strict=True):
-        assert found[name].generated_tokens == alone(model, text, config, **own)
-    speculated(found.values())
+    compare(model, settings(model, max_new_tokens=25), given)
 
 
 def test_what_keeps_nothing_serves_texts_that_are_decoded_together(
     model: Any, live: list[int]
 ) -> None:
-    config, texts = settings(model), prompts(3)
-    given = processor(lambda: RepetitionPenaltyLogitsProcessor(1.4))
-    with running(model, config, max_slots=3) as manager:
-        with manager.pause():
-            names = manager.add_requests(texts, **given)
-        found = results(manager, 3)
-    assert [found[name].generated_tokens for name in names] == [
-        alone(model, text, config, **given) for text in texts
-    ]
+    shared = processor(lambda: RepetitionPenaltyLogitsProcessor(1.4))
+    compare(model, settings(model), lambda: [shared] * 3)
     assert max(live) == 3
 
 

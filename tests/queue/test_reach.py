@@ -7,7 +7,6 @@ import inspect
 import pickle
 import re
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from transformers import GenerationMixin
 
 import lookahead_hf
 from lookahead_hf.hook import BATCH_METHODS
-from lookahead_hf.model.compat.generation import bytes_per_token
+from lookahead_hf.model.compat.generation import WorkloadHints, bytes_per_token
 from lookahead_hf.queue.manager import SpeculativeBatchingManager
 from lookahead_hf.queue.methods import default_slots
 from tests.helpers import models
@@ -88,13 +87,7 @@ def test_every_call_has_a_manager_of_its_own(model: Any) -> None:
             alone(model, text, config) for text in texts
         ]
         speculated(found)
-    model.generate_batch(
-        texts,
-        settings(model),
-        speculative=False,
-        continuous_batching_config=seeded(num_blocks=4),
-        **kept,
-    )
+    model.generate_batch(texts, settings(model), seeded(num_blocks=4), speculative=False, **kept)
     assert not isinstance(model._cached_continuous_batching_manager, SpeculativeBatchingManager)
     speculated(model.generate_batch(texts, settings(model), **kept).values())
 
@@ -117,13 +110,9 @@ def test_what_resembles_an_option_is_refused(model: Any, method: str, name: str,
     given = (prompts(1),) if method == "generate_batch" else ()
     with pytest.raises(ValueError, match=re.escape(f"{method} has no argument '{name}': {fix}")):
         getattr(model, method)(*given, **{name: 3})
-
-
-def test_what_a_batch_would_ignore_is_refused(model: Any) -> None:
-    lookahead_hf.enable(model)
-    for name in ("seed", "streamer", "assistant_model", "logits_processor"):
-        with pytest.raises(ValueError, match=f"no argument '{name}': "):
-            model.generate_batch(prompts(1), settings(model), speculative=True, **{name: 0})
+    for ignored in ("seed", "streamer", "assistant_model", "logits_processor"):
+        with pytest.raises(ValueError, match=f"no argument '{ignored}': "):
+            model.generate_batch(prompts(1), speculative=True, **{ignored: 0})
 
 
 def test_no_argument_of_transformers_is_refused(model: Any) -> None:
@@ -143,9 +132,8 @@ def test_no_argument_of_transformers_is_refused(model: Any) -> None:
 
 def test_a_generation_config_brings_the_settings_of_the_run(model: Any) -> None:
     lookahead_hf.enable(model, default=DRAFTED)
-    config = settings(model, do_sample=True)
+    config, texts = settings(model, do_sample=True), prompts(2)
     config.continuous_batching_config = seeded()
-    texts = prompts(2)
     found = model.generate_batch(texts, config).values()
     assert [output.generated_tokens for output in found] == [
         alone(model, text, settings(model, do_sample=True), index)
@@ -177,23 +165,13 @@ def test_an_accelerator_keeps_transformers_own(model: Any, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("lengths", "num_requests", "slots"),
-    [
-        ((0, 0), 0, 16),
-        ((0, 0), 5, 5),
-        ((900, 100), 99, 16),
-        ((600_000, 200_000), 99, 3),
-        ((10**9, 0), 0, 1),
-    ],
+    ("prompt", "generated", "count", "slots"),
+    [(0, 0, 0, 16), (0, 0, 5, 5), (900, 100, 99, 16), (600_000, 200_000, 99, 3), (10**9, 0, 0, 1)],
 )
 def test_texts_that_are_decoded_together_by_default(
-    model: Any, lengths: tuple[int, int], num_requests: int, slots: int
+    model: Any, prompt: int, generated: int, count: int, slots: int
 ) -> None:
     """1 GiB holds K and V of 2.8 million tokens of the tiny model."""
     assert bytes_per_token(model) == 384
-    prompt, generated = lengths
-    hints = SimpleNamespace(
-        max_prompt_length=prompt, max_generated_length=generated, num_requests=num_requests
-    )
-    assert default_slots(model, hints) == slots
+    assert default_slots(model, WorkloadHints(prompt, generated, count)) == slots
     assert default_slots(model, None) == 16

@@ -11,19 +11,8 @@ import torch
 import lookahead_hf
 from lookahead_hf.queue import scheduler
 from lookahead_hf.queue.scheduler import Prompts
-from tests.helpers import models
-from tests.helpers.requests import (
-    DRAFTED,
-    WAIT,
-    alone,
-    prompts,
-    result_of_another,
-    results,
-    running,
-    seeded,
-    settings,
-    speculated,
-)
+from tests.helpers import models, requests
+from tests.helpers.requests import DRAFTED, WAIT, alone, prompts, seeded, settings, speculated
 
 LONG = (prompts(1, 3)[0] * 30)[:40]  # A prompt of several pieces
 
@@ -77,33 +66,30 @@ def test_a_prompt_is_read_once_in_pieces(
     model: Any, read: list[int], slots: int, num_new: int
 ) -> None:
     short, config = prompts(1, longest=4)[0], settings(model, max_new_tokens=40)
-    with running(model, config, max_slots=slots) as manager:
-        with manager.pause():
-            manager.add_request(short, request_id="short")
-            names = [manager.add_request(LONG, max_new_tokens=num_new) for _ in range(5)]
-        found = results(manager, 6)
-    expected = alone(model, LONG, settings(model, max_new_tokens=num_new))
-    assert [found[name].generated_tokens for name in names] == [expected] * 5
-    assert found["short"].generated_tokens == alone(model, short, config)
+    given = [short, *[{"input_ids": LONG, "max_new_tokens": num_new}] * 5]
+    found = model.generate_batch(given, config, max_slots=slots).values()
+    long = alone(model, LONG, settings(model, max_new_tokens=num_new))
+    expected = [alone(model, short, config), *[long] * 5]
+    assert [each.generated_tokens for each in found] == expected
     # Layers with a window drop the end of a prompt as the text behind it grows.
     has_windows = "sliding_attention" in (getattr(model.config, "layer_types", None) or ())
     times = {2: 3, 3: 2}.get(slots, 1) if has_windows and num_new > 1 else 1
     assert read[1:] == times * [len(LONG)]
-    speculated(found.values())
+    speculated(found)
 
 
 def test_what_other_weights_have_read_is_not_shared(read: list[int]) -> None:
     model = lookahead_hf.enable(models.tiny("llama"), default=DRAFTED)
     (text,), config = prompts(1), settings(model, max_new_tokens=30)
     before = alone(model, text, config)
-    with running(model, config, max_slots=4) as manager:
+    with requests.running(model, config, max_slots=4) as manager:
         manager.add_request(text, max_new_tokens=400, request_id="long", streaming=True)
         assert manager.get_result(timeout=WAIT).request_id == "long"
         with manager.pause(), torch.no_grad():
             for layer in model.model.layers:
                 layer.mlp.down_proj.weight.mul_(-1)
             name = manager.add_request(text)
-        found = result_of_another(manager, "long")
+        found = requests.result_of_another(manager, "long")
     assert (found.request_id, read) == (name, [len(text)] * 2)
     assert found.generated_tokens == alone(model, text, config) != before
     speculated([found])

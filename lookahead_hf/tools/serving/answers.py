@@ -11,8 +11,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import Message, Send
 from tokenizers.decoders import DecodeStream
 
-from lookahead_hf import stats
-from lookahead_hf.stats import SourceStats, SpeculativeStats
+from lookahead_hf.stats import SourceStats, SpeculativeStats, joined
 from lookahead_hf.tools.serving.fields import ServedRequest, as_error, error
 
 _EVENT = b"data: "
@@ -81,8 +80,8 @@ class Answer:
         choices = [] if is_stream else [choice for each in answers for choice in each["choices"]]
         whole = {**answers[0], "usage": usage, "choices": choices}
         found = [each.stats for each in self.requests if each.stats is not None]
-        joined = reduce(stats.joined, found) if found else None
-        add_fields(whole, ServedRequest(prediction=self.requests[0].prediction, stats=joined))
+        stats = reduce(joined, found) if found else None
+        add_fields(whole, ServedRequest(prediction=self.requests[0].prediction, stats=stats))
         return whole
 
 
@@ -112,7 +111,8 @@ class Reply:
             return
         is_last = not message.get("more_body", False)
         self._held += message.get("body", b"")
-        is_stream, status = self._is_stream, min(self._start["status"], 599)
+        is_stream = self._headers.get("content-type", "").startswith("text/event-stream")
+        status = min(self._start["status"], 599)
         if not is_last and not (is_stream and (request.has_begun or not self._holds)):
             return
         if request.refusal is not None and not answer.has_started:
@@ -155,12 +155,6 @@ class Reply:
             start = {"type": "http.response.start", "status": status, "headers": headers}
             await self._send(start)
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
-
-    @property
-    def _is_stream(self) -> bool:
-        return bool(self._start) and self._headers.get("content-type", "").startswith(
-            "text/event-stream"
-        )
 
     def _changed(self, body: bytes, is_stream: bool) -> bytes:
         """Return an answer, or events of a stream, with our fields and without what is cut."""
@@ -267,17 +261,15 @@ class TextEnd:
         if found:
             self.is_found = True
             return held[: min(found)]
-        waiting = 0 if is_last else max(self._beginnings(held), default=0)
-        self._held = held[len(held) - waiting :]
-        return held[: len(held) - waiting]
-
-    def _beginnings(self, text: str) -> list[int]:
-        return [
+        sizes = (
             size
             for each in self._strings
-            for size in range(1, min(len(each), len(text) + 1))
-            if text.endswith(each[:size])
-        ]
+            for size in range(1, min(len(each), len(held) + 1))
+            if held.endswith(each[:size])
+        )
+        waiting = 0 if is_last else max(sizes, default=0)
+        self._held = held[len(held) - waiting :]
+        return held[: len(held) - waiting]
 
 
 def places(output: Any, first: int, tokenizer: Any) -> list[dict[str, Any]]:

@@ -12,17 +12,7 @@ from operator import or_
 from types import GenericAlias, MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Json,
-    Tag,
-    ValidationError,
-    create_model,
-)
+from pydantic import AfterValidator, Discriminator, Field, Json, Tag, ValidationError, create_model
 
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.queue.request import request_seed
@@ -40,12 +30,10 @@ from lookahead_hf.tools.serving.schemas import take_schema, take_tools
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 
-_EVERYWHERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "moderation": ((), "this server judges no texts: leave it out")
-}
+_MODERATION: Any = (), "this server judges no texts: leave it out"
 REFUSED: Mapping[str, Mapping[str, tuple[tuple[Any, ...], str]]] = {
     CHAT: {
-        **_EVERYWHERE,
+        "moderation": _MODERATION,
         "functions": (([],), "use tools"),
         "function_call": (("auto", "none"), "use tools"),
         "audio": ((), "this server writes text alone: leave it out"),
@@ -53,14 +41,14 @@ REFUSED: Mapping[str, Mapping[str, tuple[tuple[Any, ...], str]]] = {
         "web_search_options": ((), "this server searches nothing: leave it out"),
     },
     COMPLETIONS: {
-        **_EVERYWHERE,
+        "moderation": _MODERATION,
         "top_logprobs": ((0,), "give their number as logprobs"),
         "logit_bias": (({},), "use the chat completions"),
         "best_of": ((1,), "this server does not compare answers: use n"),
         "echo": ((False,), "put the prompt before the answer yourself"),
     },
     RESPONSES: {
-        **_EVERYWHERE,
+        "moderation": _MODERATION,
         "top_logprobs": ((0,), "use the chat completions"),
         "n": ((1,), "this server writes one answer to such a request: send it several times"),
         "stop": ((), "use the chat completions"),
@@ -112,10 +100,10 @@ def _object(
     """Return the schema of an object, from the types of its fields."""
     fields: dict[str, Any] = {name: (kind | None, None) for name, kind in optional.items()}
     fields |= {name: (kind, ...) for name, kind in needed.items()}
-    return create_model("Object", __config__=ConfigDict(strict=True, extra=extra), **fields)
+    return create_model("Object", __config__={"strict": True, "extra": extra}, **fields)
 
 
-def _check(schema: type[BaseModel], fields: dict[str, Any], reach: Reach) -> None:
+def _check(schema: Any, fields: dict[str, Any], reach: Reach) -> None:
     """Raise ValueError, with a sentence about the first wrong field, if fields break a schema."""
     try:
         schema.model_validate(fields, context=reach)
@@ -160,13 +148,11 @@ def _temperature(most: float) -> Any:
 
 
 def _settings(text: str, info: Any) -> str:
-    """Check the fields of `generation_config`."""
     _check(SETTINGS, parsed(text.encode()), info.context)
     return text
 
 
 def _known(token: int | str, info: Any) -> int | str:
-    """Check that a token is in the vocabulary."""
     size = info.context.vocab_size
     if size is not None and int(token) >= size:
         raise ValueError(f"the model has {size} tokens, from 0 on")
@@ -174,7 +160,6 @@ def _known(token: int | str, info: Any) -> int | str:
 
 
 def _of_clients(name: str) -> str:
-    """Check the name of an argument of `apply_chat_template`."""
     if name in _OF_TEMPLATES:
         raise ValueError(f"{name} is the server's own")
     return name
@@ -223,25 +208,20 @@ SETTINGS = _object(
 _SENT = Annotated[str, Field(pattern="^data:")]
 """The content of a picture or film: the server opens no other address and no file."""
 
+_URL = _any(_SENT, _object({}, url=_SENT))
 _FORMAT_NAME = Annotated[str, Field(pattern="^[a-z0-9]+$")]
 """The format of a sound; transformers' server might read one without as the path of a file."""
 
 _MEDIA: Mapping[str, Mapping[str, Any]] = {
-    **{name: {name: _any(_SENT, _object({}, url=_SENT))} for name in ("image_url", "audio_url")},
-    "video_url": {"video_url": _any(_SENT, _object({}, url=_SENT))},
-    "input_image": {"image_url": _any(_SENT, _object({}, url=_SENT))},
+    **{f"{kind}_url": {f"{kind}_url": _URL} for kind in ("image", "audio", "video")},
+    "input_image": {"image_url": _URL},
     "input_audio": {"input_audio": _any(_SENT, _object({}, data=str, format=_FORMAT_NAME))},
     **{name: {} for name in ("file", "input_file")},
 }
 """Parts of a message that transformers' server leaves out for a model that reads text alone."""
 
-_PARTS = {
-    **{name: _object({}, type=Literal[name], **fields) for name, fields in _MEDIA.items()},
-    **{
-        name: _object({}, type=Literal[name], text=str)
-        for name in ("text", "input_text", "output_text")
-    },
-}
+_OF_PARTS = {**_MEDIA, **dict.fromkeys(("text", "input_text", "output_text"), {"text": str})}
+_PARTS = {name: _object({}, type=Literal[name], **own) for name, own in _OF_PARTS.items()}
 _TEXT = _PARTS["text"]
 _PART = _any(*_PARTS.values(), told_by=Discriminator("type"))
 _CALL = _object({}, name=str, arguments=Json[dict[str, Any]] | dict[str, Any])
@@ -306,7 +286,7 @@ _FIELDS = {
     "response_format": _FORMAT,
     "text": _object({"format": _FORMAT}),
 }
-SCHEMAS: Mapping[str, type[BaseModel]] = {
+SCHEMAS: Mapping[str, Any] = {
     CHAT: _object(
         {**_FIELDS, "logprobs": bool, "top_logprobs": _number(int, 0, 20)},
         messages=_list(_MESSAGE, 1, 4096),
@@ -319,9 +299,7 @@ SCHEMAS: Mapping[str, type[BaseModel]] = {
 _DECISIONS = _object({"assets": GenericAlias(dict, (str, _object({}, data_base64=_SENT)))})
 
 
-def check_fields(
-    path: str, body: dict[str, Any], only_model: str, limits: Limits = USUAL, reach: Reach = ANY
-) -> None:
+def check_fields(path: str, body: dict[str, Any], only_model: str, reach: Reach = ANY) -> None:
     """Refuse fields that would be ignored or not understood; correct others.
 
     The body loses tools that must not be called. Refused if it names another model than the
@@ -335,14 +313,9 @@ def check_fields(
     _check(SCHEMAS[path], body, reach)
     check_model(body.get("model"), only_model)
     prompts = body["prompt"] if isinstance(body.get("prompt"), list) else [body.get("prompt")]
-    said = [body.get(name) for name in ("messages", "input", "instructions", "tools")]
-    for each in (said, body.get("prediction"), *prompts):
+    names = "messages", "input", "instructions", "tools"
+    for each in ([*map(body.get, names)], body.get("prediction"), *prompts):
         reach.check(_joined(each))
-    stop = body.get("stop") or []
-    stop = [stop] if isinstance(stop, str) else stop
-    most, longest = limits.stop_strings, limits.stop_characters
-    if len(stop) > most or any(len(each) > longest for each in stop):
-        raise ValueError(f"stop takes {most} texts of {longest} characters at most")
     if path == CHAT and body.get("top_logprobs") and not body.get("logprobs"):
         raise ValueError("top_logprobs is served beside logprobs=true: give that, too")
     for token, value in (body.get("logit_bias") or {}).items():
@@ -404,7 +377,7 @@ def take_requests(
 ) -> tuple[list[ServedRequest], int]:
     """Return requests for one text each, and the number of prompts; or refuse them."""
     fields = parsed(body, max(MOST_VALUES, reach.tokens or 0))
-    check_fields(path, fields, only_model, limits, reach)
+    check_fields(path, fields, only_model, reach)
     each = int(fields.pop("n", None) or 1)
     given = fields.get("prompt") if path == COMPLETIONS else None
     prompts = given if isinstance(given, list) else [given]
@@ -427,6 +400,10 @@ def take_request(
     """Take what transformers would do otherwise out of a body; ValueError for a wrong value."""
     asked, prediction = body.pop("speculative", None), body.pop("prediction", None)
     stop, penalty = body.pop("stop", None) or (), body.pop("presence_penalty", None)
+    stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    most, longest = limits.stop_strings, limits.stop_characters
+    if len(stop) > most or any(len(each) > longest for each in stop):
+        raise ValueError(f"stop takes {most} texts of {longest} characters at most")
     schema, tools = take_schema(body), take_tools(body)
     if len((schema if tools is None else json.dumps(tools)) or "") > limits.schema_kb * 1000:
         raise ValueError(f"a schema has {limits.schema_kb:g} KB at most: shorten it")
@@ -451,7 +428,7 @@ def take_request(
         media=kind,
         length=next(lengths, None) if given is None else "generation_config",
         seed=body.pop("seed", None),
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop=stop,
         presence_penalty=float(penalty or 0),
         log_probs=log_probs,
         schema=schema,

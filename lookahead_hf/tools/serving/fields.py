@@ -111,15 +111,13 @@ class ServedRequest:
     The event loop and the generating thread share it; each attribute is written by one of them.
     """
 
-    # The fields that transformers' server gets, which requests of one body share
-    body: dict[str, Any] | None = None
+    body: dict[str, Any] | None = None  # what transformers' server gets; its values are shared
     # A configuration, False for plain decoding, None for the server's default
     speculative: SpeculativeConfig | bool | None = None
     prediction: str | None = None  # the text that the client expects
     samples: bool = False  # whether it asks for a sample
     media: str | None = None  # the type of its first part that is no text, such as a picture
-    # The field that sets the length of its answer, None if the server does
-    length: str | None = None
+    length: str | None = None  # the field that sets its answer's length, None if the server does
     seed: int | None = None  # its seed, None for random numbers of the server's
     stop: tuple[str, ...] = ()  # the texts that end its answer
     presence_penalty: float = 0.0  # what a token that the answer has loses
@@ -130,17 +128,14 @@ class ServedRequest:
     # The tools of which the answer calls one, by name, with the JSON schemas of their parameters;
     # None if it need not call any.
     tools: Mapping[str, Any] | None = None
-    # How the server finds the call of a tool in the answer, None if it need not
-    template: Mapping[str, Any] | None = None
-    # Whether it asks for what cannot be decoded beside others, `speculative` left out
-    is_alone: bool = False
+    template: Mapping[str, Any] | None = None  # how the server finds a tool's call in the answer
+    is_alone: bool = False  # whether a field but `speculative` cannot be served beside others
     is_cancelled: bool = False  # whether nobody waits for it any more
     has_begun: bool = False  # whether the first token was generated
     generates: bool = False  # whether `generate` was called
     refusal: str | None = None  # why it is not answered
     status: int = 400  # the status of the refusal
-    # The statistics, None before the end and after plain decoding
-    stats: SpeculativeStats | None = None
+    stats: SpeculativeStats | None = None  # None before the end and after plain decoding
     unfinished_end: str = ""  # the end of a stream's text that is no whole character
     # The tokens of its answer with their log probabilities, as OpenAI's API has them
     places: list[dict[str, Any]] = field(default_factory=list)
@@ -176,10 +171,18 @@ STOPPING = "the server is stopping: ask again later"
 class Live:
     """The requests of a server that are not answered yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_waiting: int) -> None:
+        self._most_waiting = most_waiting
         self.requests: set[ServedRequest] = set()
         self.num_bytes = 0  # of bodies that are being sent
         self.is_ending = False  # whether no more are served
+
+    def check(self, num_new: int) -> None:
+        """Refuse so many texts, of which a request may ask for several, if too many wait."""
+        if self.is_ending:
+            raise Refused(STOPPING, 503)
+        if num_new + sum(not each.has_begun for each in self.requests) > self._most_waiting:
+            raise Refused("too many requests are waiting: try again later", 429)
 
     def end(self) -> None:
         """End all requests, also from a handler of a signal."""
@@ -204,7 +207,12 @@ def allowed(
     if fields.get("pool") in [*pools]:
         pool = pools[fields.pop("pool")]
         asked = fields
-    _check(fields)
+    options = fields.get("options")
+    of_drafters = options.values() if isinstance(options, Mapping) else ()
+    for given in (fields, *of_drafters):
+        for name, remedy in OF_THE_SERVER.items():
+            if isinstance(given, Mapping) and given.get(name):
+                raise ValueError(f"a request cannot set {name}, which is the server's: {remedy}")
     try:
         of_request = SpeculativeConfig.resolve(asked)
     except (TypeError, AttributeError) as error:
@@ -214,12 +222,3 @@ def allowed(
     if is_named or of_request.drafters is None or "pool" in of_request.drafters:
         return dataclasses.replace(of_request, pool=pool)
     return of_request
-
-
-def _check(fields: Mapping[str, Any]) -> None:
-    options = fields.get("options")
-    of_drafters = options.values() if isinstance(options, Mapping) else ()
-    for given in (fields, *of_drafters):
-        for name, remedy in OF_THE_SERVER.items():
-            if isinstance(given, Mapping) and given.get(name):
-                raise ValueError(f"a request cannot set {name}, which is the server's: {remedy}")

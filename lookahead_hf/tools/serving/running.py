@@ -22,7 +22,6 @@ from lookahead_hf.logits.row_processors import PresencePenalty
 from lookahead_hf.model import compat
 from lookahead_hf.queue.manager import SpeculativeBatchingManager
 from lookahead_hf.queue.methods import BatchOptions, engine_of
-from lookahead_hf.stats import SpeculativeStats
 from lookahead_hf.tools.serving.answers import FAILED, places, unfinished_end
 from lookahead_hf.tools.serving.fields import STOPPING, Limits, Reach, ServedRequest, current
 from lookahead_hf.tools.serving.schemas import check_media, grammar_of
@@ -51,7 +50,21 @@ def add_to_call(
     behind the tokens of its prompt; ValueError if there is none.
     """
     is_pair = model.config.is_encoder_decoder
-    _fit(request, config, num_prompt, reach.tokens, is_pair)
+    if config.max_new_tokens is None and not is_pair:  # of a `generation_config`
+        asked = USUAL_LENGTH if config.max_length is None else config.max_length - num_prompt
+        if asked < 1:
+            why = f"max_length={config.max_length} leaves no room behind {num_prompt} tokens"
+            raise ValueError(f"{why} of the prompt: ask for max_new_tokens")
+        config.max_new_tokens, config.max_length = asked, None
+    if reach.tokens is not None:
+        room, asked = reach.tokens - num_prompt, config.max_new_tokens
+        if room < 1 or (request.length is not None and asked is not None and asked > room):
+            new = f" and {asked} new ones" if request.length is not None and room > 0 else ""
+            raise ValueError(
+                f"a prompt of {num_prompt} tokens{new} needs more than the {reach.tokens} that a "
+                "text may have here: shorten it, or ask for fewer tokens"
+            )
+        config.max_new_tokens = None if asked is None else min(asked, room)
     num_prompt = 1 if is_pair else num_prompt
     own: dict[str, list[Any]] = {"logits_processor": [], "stopping_criteria": []}
     if request.presence_penalty:
@@ -61,28 +74,6 @@ def add_to_call(
     if request.stop:
         own["stopping_criteria"].append(StopTexts(request.stop, reach.tokenizer, num_prompt))
     return {name: given for name, given in own.items() if given}
-
-
-def _fit(
-    request: ServedRequest, config: Any, num_prompt: int, most: int | None, is_pair: bool
-) -> None:
-    if config.max_new_tokens is None and not is_pair:  # of a `generation_config`
-        asked = USUAL_LENGTH if config.max_length is None else config.max_length - num_prompt
-        if asked < 1:
-            why = f"max_length={config.max_length} leaves no room behind {num_prompt} tokens"
-            raise ValueError(f"{why} of the prompt: ask for max_new_tokens")
-        config.max_new_tokens, config.max_length = asked, None
-    if most is None:
-        return
-    room, asked = most - num_prompt, config.max_new_tokens
-    if room < 1 or (request.length is not None and asked is not None and asked > room):
-        new = f" and {asked} new ones" if request.length is not None and room > 0 else ""
-        raise ValueError(
-            f"a prompt of {num_prompt} tokens{new} needs more than the {most} that a text may have "
-            "here: shorten it, or ask for fewer tokens"
-        )
-    if asked is not None:
-        config.max_new_tokens = min(asked, room)
 
 
 class Running:
@@ -180,7 +171,6 @@ class Alone(GenerateManager):
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Begin a stream."""
         self._prompt = inputs["input_ids"]
         return super().generate_streaming(model, processor, inputs, *args, **kwargs)
 
@@ -192,7 +182,6 @@ class Alone(GenerateManager):
         return self._running.compiling(request, self._prompt, work) or work()
 
     async def async_submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function in the thread, and wait for what it returns."""
         request = current.get() or ServedRequest()
         ready = self._running.compiling(request, kwargs.get("input_ids"), lambda: None)
         if ready is not None:
@@ -209,7 +198,6 @@ class Together(CBGenerateManager):
         self._running = running
 
     def init_cb(self, model: Any, gen_config: Any) -> None:
-        """Take the settings of the request's text."""
         setattr(self, compat.SERVERS_QUEUE, Adding(self._running, model, gen_config))
 
 
@@ -242,7 +230,12 @@ class Adding:
             own: dict[str, Any] = add_to_call(
                 request, config, len(input_ids), self._model, self._running.reach
             )
-            settings = _differences(config, self._queue.generation_config)
+            usual = self._queue.generation_config.to_dict()
+            settings = {
+                name: value
+                for name, value in config.to_dict().items()
+                if name not in _OF_SERVER and value is not None and value != usual.get(name)
+            }  # those of the text that are not the queue's
             if request.samples:
                 settings["do_sample"] = True
             if request.log_probs is not None:
@@ -277,16 +270,6 @@ class Adding:
         self._queue.register_result_handler(request_id, hear)
 
 
-def _differences(config: Any, default: Any) -> dict[str, Any]:
-    """Return the settings of a text that are not those of the queue."""
-    asked, usual = config.to_dict(), default.to_dict()
-    return {
-        name: value
-        for name, value in asked.items()
-        if name not in _OF_SERVER and value is not None and value != usual.get(name)
-    }
-
-
 def give_up(request: ServedRequest, error: BaseException) -> None:
     """End a request that has failed by its own mistake, such as a setting, or by the server's."""
     # torch says the latter where settings rule all tokens out.
@@ -309,7 +292,7 @@ class ServedGenerate:
     """
 
     def __init__(
-        self, model: Any, running: Running, count: Callable[[SpeculativeStats], None]
+        self, model: Any, running: Running, count: Callable[[stats.SpeculativeStats], None]
     ) -> None:
         self._generate = lookahead_hf.enable(model, running.config).generate
         self._model, self._running = model, running
@@ -325,15 +308,22 @@ class ServedGenerate:
             config.do_sample = True
         if request.prediction is not None:
             kwargs["prediction"] = request.prediction
-        if kwargs.get("streamer") is not None or _takes_streamer(self._model, config):
-            kwargs["streamer"] = _Watched(
-                request, kwargs.get("streamer"), self._model, self._running.reach.tokenizer
-            )
+        streamer, reach = kwargs.get("streamer"), self._running.reach
+        of_model = self._model.generation_config
+        beams = [getattr(each, "num_beams", None) for each in (config, of_model)]
+        streams = not self._model.config.is_encoder_decoder and (beams[0] or beams[1] or 1) == 1
+        if streams or streamer is not None:
+            kwargs["streamer"] = _Watched(request, streamer, self._model, reach.tokenizer)
         try:
-            self._apply(request, kwargs, config)
-            of_model = getattr(self._model.generation_config, "speculative", None)
-            given = (request.speculative, of_model, self._running.config)
-            kwargs["speculative"] = next(each for each in given if each is not None)
+            check_media(request, kwargs)
+            ids = kwargs.get("input_ids")
+            if config is not None and ids is not None:
+                added = add_to_call(request, config, ids.shape[-1], self._model, reach)
+                for name, own in added.items():
+                    kwargs[name] = [*(kwargs.get(name) or ()), *own]
+            wish = getattr(of_model, "speculative", None)
+            wishes = request.speculative, wish, self._running.config
+            kwargs["speculative"] = next(each for each in wishes if each is not None)
             with noise.drawing(self._model.device, request.seed):
                 output = self._generate(*args, **kwargs)
         except Cancelled:
@@ -343,22 +333,6 @@ class ServedGenerate:
             raise
         request.stats = stats.of_this_thread(self._model)
         return output
-
-    def _apply(self, request: ServedRequest, kwargs: dict[str, Any], config: Any) -> None:
-        """Add what a request asks for to the arguments of its generation."""
-        check_media(request, kwargs)
-        ids = kwargs.get("input_ids")
-        if config is None or ids is None:
-            return
-        added = add_to_call(request, config, ids.shape[-1], self._model, self._running.reach)
-        for name, own in added.items():
-            kwargs[name] = [*(kwargs.get(name) or ()), *own]
-
-
-def _takes_streamer(model: Any, config: Any) -> bool:
-    """Whether a request without a streamer can get one: not for beams."""
-    beams = [getattr(each, "num_beams", None) for each in (config, model.generation_config)]
-    return not model.config.is_encoder_decoder and (beams[0] or beams[1] or 1) == 1
 
 
 class _Watched:
@@ -383,7 +357,6 @@ class _Watched:
             self._streamer.put(value)
 
     def end(self) -> None:
-        """Pass the end of the text on."""
         self._request.stats = stats.of_this_thread(self._model)
         if self._request.streams:
             self._request.unfinished_end = unfinished_end(self._tokens, self._tokenizer)

@@ -208,7 +208,14 @@ class Trials:
             if name in self._passed:
                 return True
             if self._process is None and not is_over():
-                self._start()
+                path = os.pathsep.join(each for each in sys.path if isinstance(each, str))
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "lookahead_hf.tools.serving.schemas"],
+                    env=os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+                    stdin=subprocess.PIPE,  # which ends with this process, whatever ends it
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
                 # The next task needs it, too, so that it starts whoever leaves.
                 self._ask(vocabulary, lambda: False, START_SECONDS)
             if is_over():
@@ -241,16 +248,6 @@ class Trials:
             for pipe in (process.stdin, process.stdout):
                 with suppress(OSError):  # what was not yet written
                     pipe.close()  # type: ignore[union-attr]
-
-    def _start(self) -> None:
-        path = os.pathsep.join(each for each in sys.path if isinstance(each, str))
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "lookahead_hf.tools.serving.schemas"],
-            env=os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
-            stdin=subprocess.PIPE,  # which ends with this process, whatever ends it
-            stdout=subprocess.PIPE,
-            text=True,
-        )
 
     def _ask(self, message: Any, is_over: Callable[[], bool], seconds: float) -> str | None:
         """Return why a task has failed, None if it was done; end a process that is too slow."""

@@ -34,15 +34,7 @@ from lookahead_hf.generation.decode import build_drafters
 from lookahead_hf.stats import SpeculativeStats
 from lookahead_hf.tools.serving.answers import FAILED, Answer, Reply
 from lookahead_hf.tools.serving.checks import REFUSED, check_decisions, check_model, take_requests
-from lookahead_hf.tools.serving.fields import (
-    STOPPING,
-    USUAL,
-    Limits,
-    Live,
-    Refused,
-    ServedRequest,
-    current,
-)
+from lookahead_hf.tools.serving.fields import USUAL, Limits, Live, Refused, ServedRequest, current
 from lookahead_hf.tools.serving.reading import reach_of, read, reading
 from lookahead_hf.tools.serving.schemas import for_calls, trials
 
@@ -133,7 +125,7 @@ def speculating(
 
     def build_server(*args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(original).bind(*args, **kwargs).arguments
-        metrics, live, manager = Metrics(), Live(), given["model_manager"]
+        metrics, live, manager = Metrics(), Live(limits.waiting), given["model_manager"]
         only_model = manager.force_model
         if only_model is None:
             raise ValueError("name the MODEL to serve, a folder or a name of the hub")
@@ -299,9 +291,7 @@ class Entrance:
                 await self._app(scope, receive, send)
                 return
             body = await self._read(scope, receive)
-            if live.is_ending:
-                raise Refused(STOPPING, 503)
-            self._check_waiting(1)
+            live.check(1)
             live.requests.add(request)
             try:
                 await self._serve(scope, body, request, receive, send)
@@ -351,12 +341,6 @@ class Entrance:
         finally:
             live.num_bytes -= len(body)
 
-    def _check_waiting(self, num_new: int) -> None:
-        """Refuse so many texts, of which a request may ask for several, if too many wait."""
-        waiting = sum(not each.has_begun for each in self._live.requests)
-        if waiting + num_new > self._limits.waiting:
-            raise Refused("too many requests are waiting: try again later", 429)
-
     async def _serve(
         self, scope: Scope, body: bytes, request: ServedRequest, receive: Receive, send: Send
     ) -> None:
@@ -384,10 +368,10 @@ class Entrance:
         headers += [(b"content-type", b"application/json")] if is_text else []
         for each in requests:
             each.loop, each.abort = request.loop, request.abort
-        answer, live = Answer(requests, num_prompts), self._live.requests
-        live.discard(request)
-        self._check_waiting(len(requests))
-        live.update(requests)
+        answer, live = Answer(requests, num_prompts), self._live
+        live.requests.discard(request)
+        live.check(len(requests))
+        live.requests.update(requests)
 
         async def watch() -> None:
             while (await receive())["type"] != "http.disconnect":
@@ -403,7 +387,7 @@ class Entrance:
             await asyncio.gather(*runs)
         finally:
             watching.cancel()
-            live.difference_update(requests)
+            live.requests.difference_update(requests)
 
     async def _run(
         self,

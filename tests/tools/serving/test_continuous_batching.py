@@ -48,11 +48,12 @@ def test_requests_are_decoded_together_with_the_texts_of_generate(
 def test_what_is_decoded_alone_is_decoded_beside_the_others(
     served: Served, expected: list[str]
 ) -> None:
+    of_beams = {"generation_config": json.dumps({"num_beams": 2, "max_new_tokens": 48})}
     alone: list[dict[str, Any]] = [
         {"speculative": False},
         {"speculative": {"drafters": ["ngram"]}},
         {"prediction": {"type": "content", "content": expected[0]}},
-        {"generation_config": json.dumps({"num_beams": 2, "max_new_tokens": 48})},
+        {"speculative": {"on_fallback": "silent"}, **of_beams},
     ]
     with ThreadPoolExecutor(8) as clients:
         others = [clients.submit(served.text, prompt) for prompt in PROMPTS]
@@ -62,6 +63,8 @@ def test_what_is_decoded_alone_is_decoded_beside_the_others(
     assert [a.choices[0].message.content for a in (plain, own, predicted)] == [expected[0]] * 3
     assert predicted.usage.completion_tokens_details.accepted_prediction_tokens > 20
     assert beams.metrics["speculative_decoding"]["fallback_reason"] == "beams"
+    text = served.text(PROMPTS[0], extra_body={"speculative": False, **of_beams})
+    assert beams.choices[0].message.content == text
     assert getattr(plain, "metrics", None) is None
 
 

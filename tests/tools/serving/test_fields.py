@@ -28,10 +28,7 @@ SERVER = SpeculativeConfig(budget=4, pool=POOL)
         ({"drafters": ["ngram", "pool"]}, SpeculativeConfig(drafters=("ngram", "pool"), pool=POOL)),
         ({"drafters": ["ngram"]}, SpeculativeConfig(drafters=("ngram",))),
         ({"pool": "other", "budget": 2}, SpeculativeConfig(budget=2, pool=OTHER)),
-        (
-            {"pool": "other", "drafters": ["ngram"]},
-            SpeculativeConfig(drafters=("ngram",), pool=OTHER),
-        ),
+        ({"pool": "other", "drafters": "ngram"}, SpeculativeConfig(drafters="ngram", pool=OTHER)),
         ("recycling", SpeculativeConfig(drafters=("recycling",))),
     ],
 )
@@ -41,13 +38,10 @@ def test_a_request_switches_speculation(asked: Any, expected: Any) -> None:
     assert body == {"model": "m"}
 
 
-@pytest.mark.parametrize(
-    "content", ["ab\n", [{"type": "text", "text": "a"}, {"type": "text", "text": "b\n"}]]
-)
-def test_a_prediction_is_a_string_or_parts(content: Any) -> None:
-    body = {"prediction": {"type": "content", "content": content}}
-    assert take_request(body, SERVER).prediction == "ab\n"
-    assert body == {}
+def test_a_prediction_is_a_string_or_parts() -> None:
+    for content in "ab\n", [{"type": "text", "text": each} for each in ("a", "b\n")]:
+        body = {"prediction": {"type": "content", "content": content}}
+        assert take_request(body, SERVER).prediction == "ab\n" and body == {}
 
 
 @pytest.mark.parametrize(
@@ -56,15 +50,10 @@ def test_a_prediction_is_a_string_or_parts(content: Any) -> None:
         ("speculative", "fast", "known: default, prompt_lookup"),
         ("speculative", 1, "give True, False, one of default"),
         ("speculative", {"budget": -1}, r"an int in 0\.\.64"),
-        ("speculative", {"speed": 2}, "known: drafters, max_draft_nodes"),
         ("speculative", {"pool": "/etc/passwd"}, "--pool NAME=FILE"),
         ("speculative", {"options": {"pool": {"pool": "other"}}}, "--pool NAME=FILE"),
         ("speculative", {"learn": True}, '"learn": true'),
-        (
-            "speculative",
-            {"drafters": "medusa", "options": {"medusa": {"path": "/etc/passwd"}}},
-            '"medusa": {"path": FILE}',
-        ),
+        ("speculative", {"options": {"medusa": {"path": "/etc"}}}, '"medusa": {"path": FILE}'),
         ("prediction", "text", "prediction='text' is not served: Input should be a valid dict"),
         ("prediction", {"type": "content"}, "content is missing"),
         ("prediction", {"type": "content", "content": [{"type": "image"}]}, "should be 'text'"),
@@ -75,19 +64,6 @@ def test_a_wrong_value_is_told_what_is_allowed(field: str, value: Any, allowed: 
     with pytest.raises(ValueError, match=allowed):
         check_fields(CHAT, body, "m")
         take_request(body, SERVER)
-
-
-@pytest.mark.parametrize(
-    "events",
-    [
-        b'data: {"choices": [{"text": "\\"usage\\""}]}\n\n',
-        b'data: {"usage": null}\n\n',
-        b'data: "usage"\n\ndata: [DONE]\n\n',
-        b': "usage"\n\n',
-    ],
-)
-def test_events_without_usage_stay_as_they_are(events: bytes) -> None:
-    assert sent(events, ServedRequest(stats=SpeculativeStats())) == events
 
 
 def sent(events: bytes, request: ServedRequest) -> bytes:
@@ -109,7 +85,14 @@ def sent(events: bytes, request: ServedRequest) -> bytes:
     return b"".join(each["body"] for each in messages[1:])
 
 
-def test_an_error_within_a_stream_is_json_that_clients_show() -> None:
+def test_events_of_a_stream() -> None:
+    for events in (
+        b'data: {"choices": [{"text": "\\"usage\\""}]}\n\n',
+        b'data: {"usage": null}\n\n',
+        b'data: "usage"\n\ndata: [DONE]\n\n',
+        b': "usage"\n\n',
+    ):
+        assert sent(events, ServedRequest(stats=SpeculativeStats())) == events
     events = b'data: {"error": "a "quoted" word"}\n\n'
     said = json.loads(sent(events, ServedRequest())[6:])
     assert said["error"]["message"] == 'a "quoted" word'

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from lookahead_hf import SpeculativeConfig
 from lookahead_hf.ngram_pool import NgramPool
 from tests.helpers.served import Served, hooked, joined, serving
 
-CHAT = "/v1/chat/completions"
 PREFIX = "lookahead_hf:spec_decode_num_"
 
 
@@ -23,9 +21,8 @@ def speculated(answer: Any) -> dict[str, Any]:
     return dict(counts)
 
 
-def predicting(text: str, in_parts: bool = False) -> dict[str, Any]:
-    content: Any = [{"type": "text", "text": text}] if in_parts else text
-    return {"prediction": {"type": "content", "content": content}}
+def predicting(text: str) -> dict[str, Any]:
+    return {"prediction": {"type": "content", "content": text}}
 
 
 class Widths(list[int]):
@@ -51,8 +48,7 @@ def test_an_answer_is_plains_text(served: Served, folder: str) -> None:
 
 def test_a_stream_has_the_text_and_at_its_end_the_statistics(served: Served) -> None:
     plain = served.plain()
-    fields = predicting(plain, in_parts=True)
-    *chunks, last = served.ask(stream=True, **fields)
+    *chunks, last = served.ask(stream=True, **predicting(plain))
     assert joined(chunks) == plain
     assert last.usage.completion_tokens == 48
     assert last.usage.completion_tokens_details.accepted_prediction_tokens > 36
@@ -81,19 +77,10 @@ def test_a_request_can_switch_speculation_off(served: Served) -> None:
     assert answer.usage.completion_tokens_details.accepted_prediction_tokens == 0
 
 
-def test_a_call_that_cannot_be_speculated_says_why(served: Served) -> None:
-    beams = {"generation_config": json.dumps({"num_beams": 2})}
-    answer = served.ask(extra_body={**beams, "speculative": {"on_fallback": "silent"}})
-    assert answer.metrics["speculative_decoding"]["fallback_reason"] == "beams"
-    plain = served.text(extra_body={**beams, "speculative": False})
-    assert answer.choices[0].message.content == plain
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("fields", "allowed"),
     [
-        ({"speculative": "fast"}, "known: default"),
         # Only building the drafters shows that these are wrong.
         ({"speculative": {"drafters": ["assistant"]}}, "needs a model to draft with"),
         ({"speculative": {"options": {"recycling": {"top_k": 0}}}}, "top_k"),
@@ -132,9 +119,9 @@ def test_prometheus_reads_sums_over_all_requests(served: Served) -> None:
     counts = speculated([*served.ask(stream=True)][-1])
     served.plain()
     added = {name: value - before.get(name, 0) for name, value in read().items()}
-    assert added["drafts_total"] == counts["num_spec_steps"]
-    assert added["draft_tokens_total"] == counts["num_draft_tokens"]
-    assert added["accepted_tokens_total"] == counts["num_accepted_draft_tokens"]
+    names = "drafts_total", "draft_tokens_total", "accepted_tokens_total"
+    of_answer = "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"
+    assert [added[name] for name in names] == [counts[name] for name in of_answer]
     at = "accepted_tokens_per_pos_total{"
     by_position = [value for name, value in sorted(added.items()) if name.startswith(at)]
     assert by_position[0] == counts["num_spec_steps"] - counts["acceptance_histogram"][0]

@@ -41,69 +41,65 @@ def said(content: Any, **more: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content, **more}]}
 
 
-CALL = {"role": "assistant", "content": "x"}
 DEEP = b'{"x": ' * 950 + b"5" + b"}" * 950
+MESSAGE = b'{"messages": [{"role": "user", "content": "x"}], %s}'
+SETTINGS: dict[str, tuple[Any, ...]] = {
+    "max_new_tokens": ("x",),
+    "return_dict_in_generate": (True,),
+    "suppress_tokens": ("x", [5] * 1025),
+    "begin_suppress_tokens": (5,),
+    "bad_words_ids": ([[]], [[5]] * 257),
+    "eos_token_id": ([None], 10**6),
+    "forced_eos_token_id": (10**6,),
+    "num_beams": (1000,),
+    "exponential_decay_length_penalty": ([1, "x"], [1, 1e300]),
+    "sequence_bias": ([[[5], "x"]],),
+    "do_sample": ("x",),
+    "temperature": (1e-40,),
+}
+FIELDS: dict[str, tuple[Any, ...]] = {
+    "stop": ([None], [1, 2], [""], "x" * 257, ["x"] * 17),
+    "logit_bias": ({"a": 1}, {"5": None}, {"99999999": 1}),
+    "max_tokens": (0, -1, 2**40, 1e3, True),
+    "temperature": (-1, 1e300, 1e-40, "1"),
+    "chat_template_kwargs": ({"tools": "a.png"}, {"images": "a.png"}),
+    "tools": ([{"function": {"name": 5}}],),
+    "model": (5,),
+    "logprobs": (3,),
+    "seed": (1.5,),
+    "stream": ("yes",),
+    "x" * 1000: (1,),
+    "generation_config": (
+        *(
+            "x",
+            "[]",
+            '{"top_p": NaN}',
+            '{"suppress_tokens": %s, "do_sample": true}' % [*range(258)],
+        ),
+        *(json.dumps({name: value}) for name, values in SETTINGS.items() for value in values),
+    ),
+}
 WRONG: list[tuple[str, Any]] = [
-    (CHAT, said(5)),
-    (CHAT, said(["x"])),
-    (CHAT, said([{"type": "text"}])),
-    (CHAT, said("\ud83d")),
-    *((CHAT, {"messages": [{**CALL, "tool_calls": each}]}) for each in (5, [5], [{}])),
-    (CHAT, {"messages": [{**CALL, "tool_calls": [{"function": {"name": "f"}}]}]}),
-    *((CHAT, said("x") | {"stop": each}) for each in ([None], [1, 2], [""], "x" * 257, ["x"] * 17)),
+    *((CHAT, said(each)) for each in (5, ["x"], [{"type": "text"}], "\ud83d")),
     *(
-        (CHAT, said("x") | {"logit_bias": each})
-        for each in ({"a": 1}, {"5": None}, {"99999999": 1})
+        (CHAT, said("x", role="assistant", tool_calls=each))
+        for each in (5, [5], [{}], [{"function": {"name": "f"}}])
     ),
-    *((CHAT, said("x") | {"generation_config": each}) for each in ("x", "[]", '{"top_p": NaN}')),
-    *(
-        (CHAT, said("x") | {"generation_config": json.dumps(each)})
-        for each in (
-            {"max_new_tokens": "x"},
-            {"return_dict_in_generate": True},
-            {"suppress_tokens": "x"},
-            {"bad_words_ids": [[]]},
-            {"eos_token_id": [None]},
-            {"num_beams": 1000},
-            *({each: 10**6} for each in ("eos_token_id", "forced_eos_token_id")),
-            {"bad_words_ids": [[5]] * 257},
-            {"suppress_tokens": [5] * 1025},
-            {"begin_suppress_tokens": 5},
-            {"suppress_tokens": [*range(258)], "do_sample": True},
-            {"exponential_decay_length_penalty": [1, "x"]},
-            {"exponential_decay_length_penalty": [1, 1e300]},
-            {"sequence_bias": [[[5], "x"]]},
-            {"do_sample": "x"},
-            {"temperature": 1e-40, "do_sample": True},
-        )
-    ),
-    (CHAT, said("x") | {"temperature": 1e-40, "speculative": False}),
+    *((CHAT, said("x") | {name: each}) for name, values in FIELDS.items() for each in values),
     (CHAT, {"messages": said("x")["messages"] * 4097}),
-    *(
-        (CHAT, said("x") | {"chat_template_kwargs": {each: "a.png"}})
-        for each in ("tools", "images")
-    ),
-    *((CHAT, said("x") | {"max_tokens": each}) for each in (0, -1, 2**40, 1e3, True)),
-    *((CHAT, said("x") | {"temperature": each}) for each in (-1, 1e300, "1")),
-    (CHAT, said("x") | {"tools": [{"function": {"name": 5}}]}),
-    (CHAT, said("x") | {"model": 5}),
-    (CHAT, said("x") | {"x" * 1000: 1}),
     (CHAT, {}),
-    (COMPLETIONS, {"prompt": ""}),
-    (COMPLETIONS, {"prompt": [[1, 2]]}),
+    *((COMPLETIONS, {"prompt": each}) for each in ("", [[1, 2]])),
     (COMPLETIONS, {"prompt": "x", "suffix": 1}),
-    (RESPONSES, {"input": ["x"]}),
-    (RESPONSES, {"input": [{}]}),
-    (RESPONSES, {"input": [{"type": "function_call", "call_id": "x"}]}),
+    (RESPONSES, {"input": ""}),
+    *(
+        (RESPONSES, {"input": [each]})
+        for each in ("x", {}, {"type": "function_call", "call_id": "x"})
+    ),
     (RESPONSES, {"input": "x", "instructions": 1}),
     (RESPONSES, {"input": "x", "parallel_tool_calls": "x", "max_output_tokens": 4}),
-    (CHAT, b"\xff\xfe{}"),
-    (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "temperature": Infinity}'),
-    (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "temperature": 1e999}'),
-    (CHAT, b"{"),
-    (CHAT, b"[" * 100_000),
-    (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"x": %s}]}' % DEEP),
-    (CHAT, b"5"),
+    *((CHAT, each) for each in (b"\xff\xfe{}", b"{", b"[" * 100_000, b"5")),
+    *((CHAT, MESSAGE % each) for each in (b'"temperature": Infinity', b'"temperature": 1e999')),
+    (CHAT, MESSAGE % (b'"tools": [{"x": %s}]' % DEEP)),
     ("/load_model", b"5"),
     ("/v1/systemone", {"state": 5}),
     ("/v1/systemone", {"assets": {"x": {"data_base64": "/etc/passwd"}}}),
@@ -421,7 +417,7 @@ def test_bodies_that_come_slowly_do_not_keep_others_out(strict: Served) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("together", [False, True])
-def test_a_signal_ends_requests_at_once(
+def test_a_signal_ends_requests_at_once_and_no_thread_is_left(
     folder: str, together: bool, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from openai import APIError
@@ -429,12 +425,12 @@ def test_a_signal_ends_requests_at_once(
     def signal(*args: Any) -> None:
         uvicorn.handle_exit(SIGTERM, None)
 
-    codes: list[int] = []
+    codes, before = list[int](), {*threading.enumerate()}
     monkeypatch.setattr(os, "_exit", codes.append)
-
     with ending_at_once(), serving(folder, CONFIG, continuous_batching=together) as served:
         uvicorn = served.server.server
         assert len(served.text(max_tokens=4)) == 4
+        assert gc.get_freeze_count() > 0
         with (
             hooked(served.model, signal),
             pytest.raises(APIError, match="the server is stopping") as raised,
@@ -445,16 +441,5 @@ def test_a_signal_ends_requests_at_once(
         assert {*codes} == {130}
         assert uvicorn.config.timeout_graceful_shutdown == server.END_SECONDS
         assert getattr(raised.value, "status_code", 503) == 503
-
-
-@pytest.mark.parametrize("together", [False, True])
-def test_no_thread_is_left_of_a_server(folder: str, together: bool) -> None:
-    before = {*threading.enumerate()}
-    with serving(folder, CONFIG, continuous_batching=together) as served:
-        assert len(served.text(max_tokens=4)) == 4
-        assert gc.get_freeze_count() > 0
     assert gc.get_freeze_count() == 0
-    end = time.monotonic() + 10
-    while (left := {*threading.enumerate()} - before) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not [each for each in left if not each.daemon]
+    until(lambda: all(each.daemon for each in {*threading.enumerate()} - before))
