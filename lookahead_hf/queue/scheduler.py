@@ -161,7 +161,7 @@ class Prompts:
         `before_steps` is called after the forward. Returns the logits after the prompt, [vocab].
         """
         self._clear(row)
-        is_flat = self._runner.is_flat and self._runner.reads_prompts
+        is_flat = self._runner.is_flat and self._runner.reads_prompts()
         alone = Runner(self._runner.model, 1, None, self._runner.steps, is_flat)
         outputs = prefill(alone, call, before_steps)
         assert alone.beginning is not None

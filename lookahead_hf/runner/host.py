@@ -108,10 +108,9 @@ class Runner:
         own_code = tuple(sorted(self.steps.reasons))
         return {"execution": self.execution, "layers": self.steps.counts, "own_code": own_code}
 
-    @property
-    def reads_prompts(self) -> bool:
-        """Whether kernels are to read prompts, too."""
-        return self.steps is not None and self.steps.reads_prompts
+    def reads_prompts(self, longest: int = 1) -> bool:
+        """Return whether kernels are to read prompts, the longest of which has so many tokens."""
+        return self.steps is not None and self.steps.reads_prompts(longest)
 
     @property
     def has_one_shape(self) -> bool:

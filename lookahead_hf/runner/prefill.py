@@ -62,7 +62,8 @@ def _read(runner: Runner, ids: np.ndarray, attended: np.ndarray) -> StepOutputs:
     rows = [row[seen] for row, seen in zip(ids, attended, strict=True)]
     lengths = attended.sum(1)
     starts, total = lengths.cumsum() - lengths, int(lengths.sum())  # among the tokens of all rows
-    steps = runner.steps if runner.reads_prompts else None
+    by_kernels = runner.reads_prompts(int(lengths.max()))
+    steps = runner.steps if by_kernels else None
     most = total if steps is None else steps.most_tokens
     logits: list[Any] = [None] * len(rows)
     for first in range(0, total, most):
@@ -70,7 +71,7 @@ def _read(runner: Runner, ids: np.ndarray, attended: np.ndarray) -> StepOutputs:
             row[max(first - start, 0) : max(first + most - start, 0)]
             for row, start in zip(rows, starts.tolist(), strict=True)
         ]
-        step = runner.run(fed, DraftTree.empty(runner.num_rows), is_prompt=not runner.reads_prompts)
+        step = runner.run(fed, DraftTree.empty(runner.num_rows), is_prompt=not by_kernels)
         runner.keep(np.array([min(1, len(tokens)) for tokens in fed]))
         for row in (row for row, tokens in enumerate(fed) if len(tokens)):
             logits[row] = step.logits[row]
@@ -109,9 +110,11 @@ def _may_be_fed(runner: Runner, call: PreparedCall, passed: Mapping[str, Any]) -
     cache. No window may be shorter than the prompt: it would move while the prompt is read.
     """
     seen = call.seen
-    if not runner.is_flat or (seen.all() and not runner.reads_prompts):
+    if not runner.is_flat or not seen.size:
         return False
-    if not seen.size or not seen[:, -1].all():
+    if seen.all() and not runner.reads_prompts(seen.shape[1]):
+        return False
+    if not seen[:, -1].all():
         return False  # plain generation goes on from a pad at the end of a row
     newest = int(call.position_ids.max())
     if any(newest >= limit for limit in compat.rope_limits(call.model).values()):

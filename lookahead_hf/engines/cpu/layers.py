@@ -255,11 +255,15 @@ class CompiledSteps:
             self.reasons |= self._layers.refused
         self.is_used = self._layers is not None and bool(self._layers.layers)
         self._must_read = self.is_used and asked == "everywhere"
-        self.reads_prompts = self._must_read or (self.is_used and reads_faster(model.dtype))
+        self._dtype = model.dtype if self.is_used else None
 
     def renewed(self) -> CompiledSteps:
         """Return the steps of the same call for weights that may have changed."""
         return CompiledSteps(*self._given)
+
+    def reads_prompts(self, longest: int = 1) -> bool:
+        """Return whether kernels read prompts, the longest of which has so many tokens."""
+        return self._must_read or (self._dtype is not None and reads_faster(self._dtype, longest))
 
     def leave_prompt(self) -> None:
         """Let the model's own code read the prompt; the statistics say so if kernels should."""
@@ -292,19 +296,24 @@ class CompiledSteps:
         self.counts = {execution.COMPILED: by_kernels, execution.MODEL: by_own_code}
 
 
-def reads_faster(dtype: torch.dtype) -> bool:
-    """Return whether kernels read prompts faster than torch.
+LONGEST_BY_TILES = 1536
+"""Most tokens of a prompt that tiles read faster than oneDNN: attention to more leaves caches."""
 
-    They do by tiles, and where oneDNN has no code for a dtype.
+
+def reads_faster(dtype: torch.dtype, num_tokens: int) -> bool:
+    """Return whether kernels read a prompt faster than torch.
+
+    They do by tiles if it is not too long, and where oneDNN has no code for a dtype.
     """
-    return bool(program.tiles_of(dtype)) or compat.multiplies_slowly(dtype)
+    is_by_tiles = num_tokens <= LONGEST_BY_TILES and program.tiles_of(dtype) != ""
+    return is_by_tiles or compat.multiplies_slowly(dtype)
 
 
 def runner(options: StepOptions) -> Runner:
     """Return the runner of a call on a CPU."""
     refusal = None if options.is_alone else execution.PROCESSES  # which must agree
     steps = CompiledSteps(options.model, options.compiled_layers, refusal)
-    is_flat = options.takes_flat(steps.reads_prompts)
+    is_flat = options.takes_flat(steps.reads_prompts())
     return Runner(options.model, options.num_rows, options.shape, steps, is_flat)
 
 

@@ -81,7 +81,7 @@ def test_kernels_compute_the_tokens_of_prompts(
     compiled: bool | str, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or the bits would be torch's, which often are the same by chance."""
-    monkeypatch.setattr(layers, "reads_faster", lambda dtype: False)
+    monkeypatch.setattr(layers, "reads_faster", lambda *_: False)
     widths, run = [], Workspace.run
 
     def counted(self: Any, layers: Any, given: Any, num_tokens: int, floats: int) -> None:
@@ -165,13 +165,13 @@ def test_kernels_read_prompts_where_they_are_faster(
     is_faster: bool, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without being asked for."""
-    monkeypatch.setattr(layers, "reads_faster", lambda dtype: is_faster)
+    monkeypatch.setattr(layers, "reads_faster", lambda *_: is_faster)
     blocks: list[bool] = []
     forward = Runner.forward
     monkeypatch.setattr(
         Runner,
         "forward",
-        lambda self, *args: blocks.append(self.reads_prompts) or forward(self, *args),
+        lambda self, *args: blocks.append(self.reads_prompts()) or forward(self, *args),
     )
     alone = generated(model, texts()[:1])
     assert same(generated(model, texts()[:1], compiled=True), alone) == is_faster
@@ -187,7 +187,9 @@ def test_kernels_are_faster_by_tiles_and_where_torch_is_slow(
     for tiles, is_slow in (("", False), ("_amx", False), ("", True)):
         monkeypatch.setattr(program, "tiles_of", lambda dtype, tiles=tiles: tiles)
         monkeypatch.setattr(compat, "multiplies_slowly", lambda dtype, slow=is_slow: slow)
-        assert layers.reads_faster(torch.bfloat16) == (bool(tiles) or is_slow)
+        most = layers.LONGEST_BY_TILES
+        assert layers.reads_faster(torch.bfloat16, most) == (bool(tiles) or is_slow)
+        assert layers.reads_faster(torch.bfloat16, most + 1) == is_slow
 
 
 def test_a_prompt_that_the_models_code_has_read_is_in_the_statistics(model: Any) -> None:
