@@ -194,9 +194,9 @@ def configure(typing, room, rows, columns, tiles):
 def tile_dots(num_a: int, num_b: int) -> Any:
     """Make a function that multiplies tiles of a weight by tiles of tokens, 1 or 2 of each.
 
-    The function reads row r at `w + r * w_stride` and block b of tokens, as `pack_tokens` writes it
-    with `columns` tokens, at `x + b * x_stride`: `steps` tiles each. Tile a of rows by block b,
-    [16][16] float32, is at `c + (a * num_b + b) * 1024`; unless `is_first`, products are added to
+    The function reads row r at `w + r * length` and block b of tokens, as `pack_tokens` writes it
+    with `columns` tokens, at `x + b * by`: `steps` tiles each. Tile a of rows by block b,
+    [16][16] float32, is at `c + (a * num_b + b) * 1024`; unless it is `new`, products are added to
     what is there. Strides are bytes.
 
     With every tile of the weight it asks memory for lines from `ahead` on: `asks` quarters of as
@@ -208,28 +208,13 @@ def tile_dots(num_a: int, num_b: int) -> Any:
 
     @intrinsic
     def multiply(
-        typing,
-        w,
-        w_stride,
-        x,
-        x_stride,
-        columns,
-        steps,
-        tail,
-        c,
-        is_first,
-        ahead,
-        asks,
-        rows,
-        room,
-        tiles,
+        typing, w, length, x, by, columns, steps, tail, c, new, ahead, asks, rows, room, tiles
     ):
         def generate(context, builder, signature, arguments):
-            w, w_stride, x, x_stride, columns, steps, tail, c, is_first, *rest = arguments
-            ahead, asks, rows, room, _ = rest
+            w, length, x, by, columns, steps, tail, c, new, ahead, asks, rows, room, _ = arguments
             emit = _Tiles(context, builder, room, tiles)
-            blocks = [builder.add(x, builder.mul(x_stride, int64(b))) for b in range(num_b)]
-            heights = [builder.mul(w_stride, int64(TILE * a)) for a in range(num_a)]
+            blocks = [builder.add(x, builder.mul(by, int64(b))) for b in range(num_b)]
+            heights = [builder.mul(length, int64(TILE * a)) for a in range(num_a)]
             b_row = builder.mul(columns, int64(4))
             b_tile = builder.mul(b_row, int64(TILE))
             totals = [(n, builder.add(c, int64(TILE_BYTES * n))) for n in range(num_a * num_b)]
@@ -242,11 +227,11 @@ def tile_dots(num_a: int, num_b: int) -> Any:
                             emit.load(tokens_at, builder.add(blocks[b], at_b), b_row)
                         emit.add_products(sums[a][b], rows_at, tokens_at)
 
-            with builder.if_else(builder.icmp_unsigned("!=", is_first, int64(0))) as (new, old):
-                with new:
+            with builder.if_else(builder.icmp_unsigned("!=", new, int64(0))) as (zero, load):
+                with zero:
                     for total, _ in totals:
                         emit.zero(total)
-                with old:
+                with load:
                     for total, place in totals:
                         emit.load(total, place, int64(64))
             quarter = num_a * TILE // 4
@@ -260,7 +245,7 @@ def tile_dots(num_a: int, num_b: int) -> Any:
                         prefetch(builder, builder.add(first, int64(line * 64)))
 
                 def load_rows(a: int, rows_at: int) -> None:
-                    emit.load(rows_at, builder.add(at_a, heights[a]), w_stride)
+                    emit.load(rows_at, builder.add(at_a, heights[a]), length)
 
                 add_products(builder.mul(loop.index, b_tile), load_rows)
             with builder.if_then(builder.icmp_unsigned("!=", tail, int64(0)), likely=False):
@@ -271,7 +256,7 @@ def tile_dots(num_a: int, num_b: int) -> Any:
                 def copy_rows(a: int, rows_at: int) -> None:
                     of_tile = builder.add(first, heights[a])
                     with cgutils.for_range(builder, height, intp=I64) as loop:
-                        source = builder.add(of_tile, builder.mul(w_stride, loop.index))
+                        source = builder.add(of_tile, builder.mul(length, loop.index))
                         bits = load_bits(builder, source, int64(0), 2, STEP, tail)
                         to = pointer_at(builder, copied, loop.index, 64, bits.type)
                         builder.store(bits, to, align=2)
