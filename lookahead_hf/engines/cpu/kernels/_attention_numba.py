@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from lookahead_hf.engines.cpu.kernels import fields as f
 from lookahead_hf.engines.cpu.kernels._elementwise_numba import exp, tanh
 from lookahead_hf.engines.cpu.kernels._vectors_numba import (
     ROWS,
@@ -16,28 +17,6 @@ from lookahead_hf.engines.cpu.kernels._vectors_numba import (
     rows_by_tokens,
     sum_of,
     widen,
-)
-from lookahead_hf.engines.cpu.kernels.fields import (
-    BEGIN,
-    COUNT,
-    END,
-    EPSILON,
-    FACTOR,
-    FIRST,
-    HEADS,
-    PITCH,
-    PLAN,
-    ROW_SLOT,
-    SEGMENT_FIELDS,
-    SEGMENTS,
-    SHARED,
-    SIZE,
-    SOURCE,
-    TAIL_STARTS,
-    TAILS,
-    TARGET,
-    WEIGHT,
-    WEIGHT_2,
 )
 from lookahead_hf.engines.cpu.kernels.llvm import LANES, float_of, longs, narrow, numbers, width_of
 from lookahead_hf.ngram_pool.jit import jit, jit_inner, jit_inner_numbers
@@ -109,8 +88,9 @@ def plan_rows(
                 for t in range(at + 1, at + count):
                     end = min(end, ends[t])
                 segment = segments[num_segments]
-                segment[FIRST], segment[COUNT], segment[ROW_SLOT] = token, count, row_slots[row]
-                segment[BEGIN], segment[END] = begin, end
+                segment[f.FIRST], segment[f.COUNT] = token, count
+                segment[f.ROW_SLOT] = row_slots[row]
+                segment[f.BEGIN], segment[f.END] = begin, end
                 num_segments += 1
                 for t in range(at, at + count):
                     num_after, node = 0, t
@@ -157,17 +137,17 @@ def attend(op, piece, scratch, kind):
     A token's scores are in the order of the slots that it sees, wherever unseen slots are, so that
     its sums are the same in every block.
     """
-    plan, width = longs(op[PLAN]), width_of(kind)
-    heads, dim, stride = op[HEADS], op[SIZE], op[SHARED] * op[SIZE]
-    segment = longs(plan[SEGMENTS] + piece // heads * SEGMENT_FIELDS * 8)
+    plan, width = longs(op[f.PLAN]), width_of(kind)
+    heads, dim, stride = op[f.HEADS], op[f.SIZE], op[f.SHARED] * op[f.SIZE]
+    segment = longs(plan[f.SEGMENTS] + piece // heads * f.SEGMENT_FIELDS * 8)
     head = piece % heads
-    first_token, count = segment[FIRST], segment[COUNT]
-    begin, common = segment[BEGIN], segment[END] - segment[BEGIN]
-    offset = (segment[ROW_SLOT] * stride + head * op[SHARED] // heads * dim) * width
-    keys, values = op[WEIGHT] + offset, op[WEIGHT_2] + offset
-    queries, by_query = op[SOURCE] + (first_token * heads + head) * dim * width, heads * dim
-    pitch = plan[PITCH]
-    starts, tails = longs(plan[TAIL_STARTS]), longs(plan[TAILS])
+    first_token, count = segment[f.FIRST], segment[f.COUNT]
+    begin, common = segment[f.BEGIN], segment[f.END] - segment[f.BEGIN]
+    offset = (segment[f.ROW_SLOT] * stride + head * op[f.SHARED] // heads * dim) * width
+    keys, values = op[f.WEIGHT] + offset, op[f.WEIGHT_2] + offset
+    queries, by_query = op[f.SOURCE] + (first_token * heads + head) * dim * width, heads * dim
+    pitch = plan[f.PITCH]
+    starts, tails = longs(plan[f.TAIL_STARTS]), longs(plan[f.TAILS])
     totals = scratch + count * pitch * 4
     out = totals + 64 * 4
     in_query = width
@@ -184,7 +164,7 @@ def attend(op, piece, scratch, kind):
     total, mixed = numbers(totals, _SINGLE), numbers(out, _SINGLE)
     for i in range(count * dim):
         mixed[i] = np.float32(0.0)
-    factor, limit = float_of(op[FACTOR]), float_of(op[EPSILON])
+    factor, limit = float_of(op[f.FACTOR]), float_of(op[f.EPSILON])
     for t in range(count):
         query, scores = queries + t * by_query * in_query, scratch + t * pitch * 4
         for slot in range(whole, common):
@@ -201,9 +181,9 @@ def attend(op, piece, scratch, kind):
         tail = starts[first_token + t]
         length = starts[first_token + t + 1] - tail
         scores, to = scratch + (t * pitch + common) * 4, out + t * dim * 4
-        listed = plan[TAILS] + tail * 8
+        listed = plan[f.TAILS] + tail * 8
         _mix(scores, 0, values, stride, listed, length, 1, dim, to, kind)
-        attended = numbers(op[TARGET] + ((first_token + t) * heads + head) * dim * width, kind)
+        attended = numbers(op[f.TARGET] + ((first_token + t) * heads + head) * dim * width, kind)
         for i in range(dim):
             attended[i] = narrow(mixed[t * dim + i] * total[t], kind)
 

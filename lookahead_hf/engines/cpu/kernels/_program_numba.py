@@ -18,6 +18,7 @@ from __future__ import annotations
 import numpy as np
 from numba import types
 
+from lookahead_hf.engines.cpu.kernels import fields as f
 from lookahead_hf.engines.cpu.kernels._attention_numba import attend
 from lookahead_hf.engines.cpu.kernels._elementwise_numba import activate, near, norm, rotate
 from lookahead_hf.engines.cpu.kernels._tiles_numba import (
@@ -29,50 +30,6 @@ from lookahead_hf.engines.cpu.kernels._tiles_numba import (
     product_by_tiles,
 )
 from lookahead_hf.engines.cpu.kernels._vectors_numba import product
-from lookahead_hf.engines.cpu.kernels.fields import (
-    ADD,
-    ATTEND,
-    BIAS,
-    BIAS_2,
-    COS,
-    COUNTER_STRIDE,
-    COUNTERS,
-    EPSILON,
-    FACTOR,
-    FIRST_OP,
-    FLAVOUR,
-    GATED,
-    HEADS,
-    JOINS_NEXT,
-    KIND,
-    LINEAR,
-    MODE,
-    NO_ACTIVATION,
-    NORM,
-    NUM_OPS,
-    NUM_SEGMENTS,
-    OP_FIELDS,
-    OUTPUTS,
-    PIECE,
-    PLAN,
-    ROTATED,
-    SCRATCH,
-    SCRATCH_SIZE,
-    SHARED,
-    SIN,
-    SIZE,
-    SLOTS,
-    SOURCE,
-    TARGET,
-    THREADS,
-    TICKETS,
-    TILE,
-    TILE_ROOM,
-    TO_SLOTS,
-    TOKENS,
-    WEIGHT,
-    WEIGHT_2,
-)
 from lookahead_hf.engines.cpu.kernels.llvm import (
     float_of,
     longs,
@@ -96,13 +53,13 @@ _ONE = np.float32(1.0)
 @jit_inner_numbers
 def _normalize(op, token, scratch, kind):
     """Carry out a norm for one token."""
-    size, epsilon, flavour = op[SIZE], float_of(op[EPSILON]), op[FLAVOUR]
-    length, adds = size * width_of(kind), op[MODE] == ADD
-    for head in range(op[HEADS]):
-        at = (token * op[HEADS] + head) * length
-        source, target = op[SOURCE] + at, op[TARGET] + at
+    size, epsilon, flavour = op[f.SIZE], float_of(op[f.EPSILON]), op[f.FLAVOUR]
+    length, adds = size * width_of(kind), op[f.MODE] == f.ADD
+    for head in range(op[f.HEADS]):
+        at = (token * op[f.HEADS] + head) * length
+        source, target = op[f.SOURCE] + at, op[f.TARGET] + at
         normed = scratch + size * 4 if adds else target
-        norm(source, normed, op[WEIGHT], op[BIAS], size, epsilon, flavour, kind, scratch)
+        norm(source, normed, op[f.WEIGHT], op[f.BIAS], size, epsilon, flavour, kind, scratch)
         if adds:
             to, new = numbers(target, kind), numbers(normed, kind)
             for i in range(size):
@@ -112,17 +69,17 @@ def _normalize(op, token, scratch, kind):
 @jit_inner_numbers
 def _turn(op, token, scratch, kind):
     """Rotate the heads of a token, after a norm of each if there is one."""
-    dim, heads, is_wide = op[SIZE], op[HEADS], op[FLAVOUR] != 0
-    epsilon, length = float_of(op[EPSILON]), op[SIZE] * width_of(kind)
-    angle = token * op[ROTATED] * (4 if is_wide else width_of(kind))
-    cos = op[COS] + angle if op[COS] else 0
-    row = longs(longs(op[PLAN])[SLOTS])[token] if op[MODE] == TO_SLOTS else token
+    dim, heads, is_wide = op[f.SIZE], op[f.HEADS], op[f.FLAVOUR] != 0
+    epsilon, length = float_of(op[f.EPSILON]), op[f.SIZE] * width_of(kind)
+    angle = token * op[f.ROTATED] * (4 if is_wide else width_of(kind))
+    cos = op[f.COS] + angle if op[f.COS] else 0
+    row = longs(longs(op[f.PLAN])[f.SLOTS])[token] if op[f.MODE] == f.TO_SLOTS else token
     for head in range(heads):
-        source = op[SOURCE] + (token * heads + head) * length
-        target = op[TARGET] + (row * heads + head) * length
-        if op[WEIGHT]:
-            norm(source, source, op[WEIGHT], 0, dim, epsilon, op[OUTPUTS], kind, scratch)
-        sin, rotated = op[SIN] + angle, op[ROTATED]
+        source = op[f.SOURCE] + (token * heads + head) * length
+        target = op[f.TARGET] + (row * heads + head) * length
+        if op[f.WEIGHT]:
+            norm(source, source, op[f.WEIGHT], 0, dim, epsilon, op[f.OUTPUTS], kind, scratch)
+        sin, rotated = op[f.SIN] + angle, op[f.ROTATED]
         rotate(source, target, cos, sin, dim, rotated, is_wide, kind, scratch)
 
 
@@ -143,26 +100,26 @@ def _product(w, first, last, size, x, tokens, out, pitch, scratch, room, after, 
 @jit_inner_numbers
 def _multiply(op, tokens, piece, scratch, room, after, kind, lanes, tiles):
     """Multiply a piece of a linear layer's weight, and store the results or add them."""
-    pitch, stride = op[PIECE], op[OUTPUTS]
+    pitch, stride = op[f.PIECE], op[f.OUTPUTS]
     first = piece * pitch
     count, width = min(pitch, stride - first), width_of(kind)
-    size, last, rest = op[SIZE], first + count, scratch + tokens * pitch * 4
-    w, x = op[WEIGHT], op[SOURCE]
+    size, last, rest = op[f.SIZE], first + count, scratch + tokens * pitch * 4
+    w, x = op[f.WEIGHT], op[f.SOURCE]
     after = after if after else w + last * size * width
     _product(w, first, last, size, x, tokens, scratch, pitch, rest, room, after, kind, lanes, tiles)
-    bias, flavour, factor = op[BIAS], op[FLAVOUR], float_of(op[FACTOR])
-    slots = longs(longs(op[PLAN])[SLOTS]) if op[MODE] == TO_SLOTS else longs(0)
+    bias, flavour, factor = op[f.BIAS], op[f.FLAVOUR], float_of(op[f.FACTOR])
+    slots = longs(longs(op[f.PLAN])[f.SLOTS]) if op[f.MODE] == f.TO_SLOTS else longs(0)
     for t in range(tokens if bias else 0):
         total, b = numbers(scratch + t * pitch * 4, _SINGLE), numbers(bias + first * width, kind)
         for i in range(count):
             total[i] += wide(b[i])
-    if flavour != NO_ACTIVATION:
+    if flavour != f.NO_ACTIVATION:
         activate(scratch, tokens * pitch, flavour, kind)
     for t in range(tokens):
         total = numbers(scratch + t * pitch * 4, _SINGLE)
-        row = slots[t] if op[MODE] == TO_SLOTS else t
-        to = numbers(op[TARGET] + (row * stride + first) * width, kind)
-        if op[MODE] != ADD:
+        row = slots[t] if op[f.MODE] == f.TO_SLOTS else t
+        to = numbers(op[f.TARGET] + (row * stride + first) * width, kind)
+        if op[f.MODE] != f.ADD:
             for i in range(count):
                 to[i] = narrow(total[i], kind)
         elif factor == _ONE:
@@ -177,30 +134,30 @@ def _multiply(op, tokens, piece, scratch, room, after, kind, lanes, tiles):
 @jit_inner_numbers
 def _gate(op, tokens, piece, scratch, room, after, kind, lanes, tiles):
     """Multiply a piece of both weights of a gated unit, and gate the one by the other."""
-    pitch, size, stride = op[PIECE], op[SIZE], op[OUTPUTS]
+    pitch, size, stride = op[f.PIECE], op[f.SIZE], op[f.OUTPUTS]
     first = piece * pitch
-    count, width, flavour = min(pitch, stride - first), width_of(kind), op[FLAVOUR]
+    count, width, flavour = min(pitch, stride - first), width_of(kind), op[f.FLAVOUR]
     other, last = scratch + tokens * pitch * 4, first + count
     rest = other + tokens * pitch * 4
-    w, w2, x = op[WEIGHT], op[WEIGHT_2], op[SOURCE]
+    w, w2, x = op[f.WEIGHT], op[f.WEIGHT_2], op[f.SOURCE]
     after, between = after if after else w + last * size * width, w2 + first * size * width
     _product(
         w, first, last, size, x, tokens, scratch, pitch, rest, room, between, kind, lanes, tiles
     )
     _product(w2, first, last, size, x, tokens, other, pitch, rest, room, after, kind, lanes, tiles)
-    for t in range(tokens if op[BIAS] else 0):
-        a, c = numbers(scratch + t * pitch * 4, _SINGLE), numbers(op[BIAS] + first * width, kind)
+    for t in range(tokens if op[f.BIAS] else 0):
+        a, c = numbers(scratch + t * pitch * 4, _SINGLE), numbers(op[f.BIAS] + first * width, kind)
         for i in range(count):
             a[i] += wide(c[i])
     activate(scratch, tokens * pitch, flavour, kind)
     for t in range(tokens):
         a = numbers(scratch + t * pitch * 4, _SINGLE)
         b = numbers(other + t * pitch * 4, _SINGLE)
-        if op[BIAS_2]:
-            d = numbers(op[BIAS_2] + first * width, kind)
+        if op[f.BIAS_2]:
+            d = numbers(op[f.BIAS_2] + first * width, kind)
             for i in range(count):
                 b[i] += wide(d[i])
-        to = numbers(op[TARGET] + (t * stride + first) * width, kind)
+        to = numbers(op[f.TARGET] + (t * stride + first) * width, kind)
         for i in range(count):
             to[i] = narrow(a[i] * near(b[i], kind), kind)
 
@@ -208,27 +165,27 @@ def _gate(op, tokens, piece, scratch, room, after, kind, lanes, tiles):
 @jit_inner_numbers
 def _num_pieces(op, tokens, lanes):
     """Return the number of pieces of an operation."""
-    kind = op[KIND]
-    if kind in (LINEAR, GATED):
-        return (op[OUTPUTS] + op[PIECE] - 1) // op[PIECE]
-    if kind == ATTEND:
-        return longs(op[PLAN])[NUM_SEGMENTS] * (op[SHARED] if lanes is None else op[HEADS])
+    kind = op[f.KIND]
+    if kind in (f.LINEAR, f.GATED):
+        return (op[f.OUTPUTS] + op[f.PIECE] - 1) // op[f.PIECE]
+    if kind == f.ATTEND:
+        return longs(op[f.PLAN])[f.NUM_SEGMENTS] * (op[f.SHARED] if lanes is None else op[f.HEADS])
     return tokens
 
 
 @jit_inner_numbers
 def _carry_out(op, tokens, piece, scratch, room, after, kind, lanes, tiles):
     """Carry out a piece of an operation."""
-    if op[KIND] == LINEAR:
+    if op[f.KIND] == f.LINEAR:
         _multiply(op, tokens, piece, scratch, room, after, kind, lanes, tiles)
-    elif op[KIND] == GATED:
+    elif op[f.KIND] == f.GATED:
         _gate(op, tokens, piece, scratch, room, after, kind, lanes, tiles)
-    elif op[KIND] == ATTEND:
+    elif op[f.KIND] == f.ATTEND:
         if lanes is not None:
             attend(op, piece, scratch, kind)
         if tiles is not None:
             attend_by_tiles(op, piece, scratch, room, columns_of(tokens), tiles)
-    elif op[KIND] == NORM:
+    elif op[f.KIND] == f.NORM:
         _normalize(op, piece, scratch, kind)
     else:
         _turn(op, piece, scratch, kind)
@@ -248,7 +205,7 @@ def _wait(address, count):
 @jit_inner_numbers
 def _op(job, number):
     """Return the fields of an operation."""
-    return longs(job[FIRST_OP] + number * OP_FIELDS * 8)
+    return longs(job[f.FIRST_OP] + number * f.OP_FIELDS * 8)
 
 
 @jit_inner_numbers
@@ -257,37 +214,37 @@ def _phase(job, first, lanes):
     last, total = first, 0
     while True:
         op = _op(job, last)
-        total += _num_pieces(op, job[TOKENS], lanes)
+        total += _num_pieces(op, job[f.TOKENS], lanes)
         last += 1
-        if not op[JOINS_NEXT]:
+        if not op[f.JOINS_NEXT]:
             return last, total
 
 
 @jit_inner_numbers
 def _place(job, first, piece, lanes):
     """Return the operation of a phase that a piece belongs to, and its number there."""
-    count = _num_pieces(_op(job, first), job[TOKENS], lanes)
+    count = _num_pieces(_op(job, first), job[f.TOKENS], lanes)
     while piece >= count:
         piece -= count
         first += 1
-        count = _num_pieces(_op(job, first), job[TOKENS], lanes)
+        count = _num_pieces(_op(job, first), job[f.TOKENS], lanes)
     return first, piece
 
 
 @jit_inner_numbers
 def _multiplies(op):
-    return op[KIND] == LINEAR or op[KIND] == GATED
+    return op[f.KIND] == f.LINEAR or op[f.KIND] == f.GATED
 
 
 @jit_inner_numbers
 def _next_weight(job, first, me, kind, lanes):
     """Return the rows that a thread multiplies first in the next phase that has products, or 0."""
-    while first < job[NUM_OPS]:
+    while first < job[f.NUM_OPS]:
         last, total = _phase(job, first, lanes)
         if _multiplies(_op(job, first)):
-            at, piece = _place(job, first, total * me // job[THREADS], lanes)
+            at, piece = _place(job, first, total * me // job[f.THREADS], lanes)
             op = _op(job, at)
-            return op[WEIGHT] + piece * op[PIECE] * op[SIZE] * width_of(kind)
+            return op[f.WEIGHT] + piece * op[f.PIECE] * op[f.SIZE] * width_of(kind)
         first = last
     return 0
 
@@ -296,14 +253,14 @@ def _next_weight(job, first, me, kind, lanes):
 def run(address, kind, lanes, tiles):
     """Do one thread's part of the job at an address, which all threads share."""
     job = longs(address)
-    tokens, counter, threads = job[TOKENS], job[COUNTERS], job[THREADS]
-    me = take(job[TICKETS])
-    room = job[SCRATCH] + me * job[SCRATCH_SIZE]
-    scratch = room + job[TILE_ROOM]
+    tokens, counter, threads = job[f.TOKENS], job[f.COUNTERS], job[f.THREADS]
+    me = take(job[f.TICKETS])
+    room = job[f.SCRATCH] + me * job[f.SCRATCH_SIZE]
+    scratch = room + job[f.TILE_ROOM]
     if tiles is not None:
-        configure(room, TILE, columns_of(tokens), tiles)
+        configure(room, f.TILE, columns_of(tokens), tiles)
     first = 0
-    while first < job[NUM_OPS]:
+    while first < job[f.NUM_OPS]:
         last, total = _phase(job, first, lanes)
         packed, next_weight = 0, 0
         if tiles is not None:
@@ -311,7 +268,7 @@ def run(address, kind, lanes, tiles):
         for other in range(threads):
             owner = (me + other) % threads
             begin, end = total * owner // threads, total * (owner + 1) // threads
-            mine = counter + (1 + owner) * COUNTER_STRIDE * 8
+            mine = counter + (1 + owner) * f.COUNTER_STRIDE * 8
             while look(mine) < end - begin:
                 piece = begin + take(mine)
                 if piece >= end:
@@ -319,17 +276,17 @@ def run(address, kind, lanes, tiles):
                 at, part = _place(job, first, piece, lanes)
                 op, after = _op(job, at), 0
                 if tiles is not None and _multiplies(op):
-                    if op[SOURCE] != packed and not is_packed(tokens, op[SIZE]):
-                        packed = op[SOURCE]
-                        pack(packed, tokens, op[SIZE], room + ROOM)
+                    if op[f.SOURCE] != packed and not is_packed(tokens, op[f.SIZE]):
+                        packed = op[f.SOURCE]
+                        pack(packed, tokens, op[f.SIZE], room + ROOM)
                     if piece + 1 == end:
                         after = next_weight
                     elif part + 1 == _num_pieces(op, tokens, lanes):
-                        after = _op(job, at + 1)[WEIGHT]
+                        after = _op(job, at + 1)[f.WEIGHT]
                 _carry_out(op, tokens, part, scratch, room, after, kind, lanes, tiles)
                 take(counter)
         _wait(counter, total)
-        counter += (1 + threads) * COUNTER_STRIDE * 8
+        counter += (1 + threads) * f.COUNTER_STRIDE * 8
         first = last
     if tiles is not None:
         release_tiles(room, tiles)

@@ -14,29 +14,8 @@ from __future__ import annotations
 import numpy as np
 from numba.extending import register_jitable
 
+from lookahead_hf.engines.cpu.kernels import fields as f
 from lookahead_hf.engines.cpu.kernels._elementwise_numba import tanh
-from lookahead_hf.engines.cpu.kernels.fields import (
-    BEGIN,
-    COUNT,
-    END,
-    EPSILON,
-    FACTOR,
-    FIRST,
-    HEADS,
-    PLAN,
-    ROW_SLOT,
-    SEGMENT_FIELDS,
-    SEGMENTS,
-    SHARED,
-    SIZE,
-    SOURCE,
-    TAIL_STARTS,
-    TAILS,
-    TARGET,
-    TILE,
-    WEIGHT,
-    WEIGHT_2,
-)
 from lookahead_hf.engines.cpu.kernels.llvm import float_of, longs, narrow, numbers
 from lookahead_hf.engines.cpu.kernels.tile_vectors import (
     add_like_tiles,
@@ -61,14 +40,14 @@ CHUNK = 20 * 1024
 """Bytes of packed tokens that stay in a core's first cache while rows pass by. Tokens from the
 second cache are not free: they compete with the weight on its way from memory."""
 
-PAIR = 2 * TILE  # Rows that are multiplied at a time, while there are as many
+PAIR = 2 * f.TILE  # Rows that are multiplied at a time, while there are as many
 
 GROUP = 2 * PAIR  # Most rows that pass by one chunk of tokens, whose sums are kept meanwhile
 
 SUMS_AT = STATE + TILE_BYTES
 """Where sums are in a thread's room: behind its state and a tile for the end of rows."""
 
-ROOM = SUMS_AT + GROUP // TILE * BLOCKS * TILE_BYTES
+ROOM = SUMS_AT + GROUP // f.TILE * BLOCKS * TILE_BYTES
 """Bytes of a thread's room, packed tokens aside."""
 
 _1x1, _1x2, _2x1, _2x2 = (tile_dots(rows, blocks) for rows in (1, 2) for blocks in (1, 2))
@@ -77,20 +56,20 @@ _1x1, _1x2, _2x1, _2x2 = (tile_dots(rows, blocks) for rows in (1, 2) for blocks 
 @register_jitable
 def columns_of(tokens):
     """Return the tokens of a block: as even as possible, 16 at most."""
-    blocks = (tokens + TILE - 1) // TILE
+    blocks = (tokens + f.TILE - 1) // f.TILE
     return (tokens + blocks - 1) // blocks
 
 
 @register_jitable
 def bytes_of_block(size, columns):
     """Return the bytes of a packed block, and of what packing overwrites behind it."""
-    return (size + STEP - 1) // STEP * TILE * columns * 4 + 64
+    return (size + STEP - 1) // STEP * f.TILE * columns * 4 + 64
 
 
 @register_jitable
 def bytes_of_packed(tokens, size):
     """Return the bytes of all packed blocks of tokens, [tokens, size]."""
-    return (tokens + TILE - 1) // TILE * bytes_of_block(size, columns_of(tokens))
+    return (tokens + f.TILE - 1) // f.TILE * bytes_of_block(size, columns_of(tokens))
 
 
 @jit_inner_numbers
@@ -142,24 +121,24 @@ def _group(
         count = min(chunk, steps - start)
         is_last = start + count == steps
         tail = size % STEP if is_last else 0
-        is_first, at_x = 1 if start == 0 else 0, x + start * TILE * columns * 4
+        is_first, at_x = 1 if start == 0 else 0, x + start * f.TILE * columns * 4
         c, row = room + SUMS_AT, 0
         while row < rows:
-            height = PAIR if rows - row >= PAIR else min(TILE, rows - row)
+            height = PAIR if rows - row >= PAIR else min(f.TILE, rows - row)
             at = w + row * length + start * 64
-            if height < TILE:
+            if height < f.TILE:
                 configure(room, height, columns, tiles)
             _dots(
                 at, length, at_x, by, blocks, columns, count, tail, c, is_first, ahead, asks,
                 height, room, tiles,
             )  # fmt: skip
-            if height < TILE:
-                configure(room, TILE, columns, tiles)
-            num_tiles = (height + TILE - 1) // TILE
+            if height < f.TILE:
+                configure(room, f.TILE, columns, tiles)
+            num_tiles = (height + f.TILE - 1) // f.TILE
             ahead += num_tiles * count * asks * TILE_BYTES // 4
             for tile in range(num_tiles):
                 if is_last:
-                    filled, first_row = min(TILE, height), row + tile * TILE
+                    filled, first_row = min(f.TILE, height), row + tile * f.TILE
                     for block in range(blocks):
                         first = block * columns
                         to = out + (first * stride + first_row) * 4
@@ -217,7 +196,7 @@ def attention_places(queries, slots, dim):
     They are the scores, of `pitch` numbers per query; the weights, high and low; the values in
     pairs of slots; the queries side by side, and packed; and the results.
     """
-    rows, width = (queries + TILE - 1) // TILE * TILE, (dim + TILE - 1) // TILE * TILE
+    rows, width = (queries + f.TILE - 1) // f.TILE * f.TILE, (dim + f.TILE - 1) // f.TILE * f.TILE
     pitch = (slots + STEP - 1) // STEP * STEP + STEP
     high = rows * pitch * 4
     low = high + rows * pitch * 2
@@ -234,15 +213,15 @@ def attend_by_tiles(op, piece, scratch, room, columns, tiles):
 
     `columns` is the configuration to leave behind.
     """
-    plan = longs(op[PLAN])
-    shared, dim = op[SHARED], op[SIZE]
-    group, stride = op[HEADS] // shared, shared * dim * 2
-    segment = longs(plan[SEGMENTS] + piece // shared * SEGMENT_FIELDS * 8)
-    first_token, count, begin = segment[FIRST], segment[COUNT], segment[BEGIN]
-    common, queries = segment[END] - begin, count * group
-    offset = segment[ROW_SLOT] * stride + piece % shared * dim * 2
-    keys, values = op[WEIGHT] + offset, op[WEIGHT_2] + offset
-    starts, tails = longs(plan[TAIL_STARTS] + first_token * 8), longs(plan[TAILS])
+    plan = longs(op[f.PLAN])
+    shared, dim = op[f.SHARED], op[f.SIZE]
+    group, stride = op[f.HEADS] // shared, shared * dim * 2
+    segment = longs(plan[f.SEGMENTS] + piece // shared * f.SEGMENT_FIELDS * 8)
+    first_token, count, begin = segment[f.FIRST], segment[f.COUNT], segment[f.BEGIN]
+    common, queries = segment[f.END] - begin, count * group
+    offset = segment[f.ROW_SLOT] * stride + piece % shared * dim * 2
+    keys, values = op[f.WEIGHT] + offset, op[f.WEIGHT_2] + offset
+    starts, tails = longs(plan[f.TAIL_STARTS] + first_token * 8), longs(plan[f.TAILS])
     slots = common
     for t in range(count):
         if starts[t + 1] > starts[t]:
@@ -251,20 +230,20 @@ def attend_by_tiles(op, piece, scratch, room, columns, tiles):
     pitch, width = places[0], places[1]
     high, low, pairs = scratch + places[2], scratch + places[3], scratch + places[4]
     copied, packed, mixed = scratch + places[5], scratch + places[6], scratch + places[7]
-    at = (first_token * op[HEADS] + piece % shared * group) * dim * 2  # of the first query
-    by_token = op[HEADS] * dim * 2
+    at = (first_token * op[f.HEADS] + piece % shared * group) * dim * 2  # of the first query
+    by_token = op[f.HEADS] * dim * 2
     for t in range(count):
-        source = numbers(op[SOURCE] + at + t * by_token, _HALF)
+        source = numbers(op[f.SOURCE] + at + t * by_token, _HALF)
         to = numbers(copied + t * group * dim * 2, _HALF)
         for i in range(group * dim):
             to[i] = source[i]
     pack(copied, queries, dim, packed)
-    configure(room, TILE, columns_of(queries), tiles)
+    configure(room, f.TILE, columns_of(queries), tiles)
     first_key, first_value = keys + begin * stride, values + begin * stride
     product_by_tiles(
         first_key, stride, slots, dim, packed, queries, scratch, pitch, room, first_value, tiles
     )
-    factor, limit = float_of(op[FACTOR]), float_of(op[EPSILON])
+    factor, limit = float_of(op[f.FACTOR]), float_of(op[f.EPSILON])
     for q in range(queries):
         tail = starts[q // group]
         length = starts[q // group + 1] - tail
@@ -281,24 +260,24 @@ def attend_by_tiles(op, piece, scratch, room, columns, tiles):
         scores[pitch - 1] = np.float32(1.0) / total
     whole = common // STEP * STEP
     interleave(first_value, stride, whole // 2, dim, pairs)
-    configure(room, TILE, TILE, tiles)
+    configure(room, f.TILE, f.TILE, tiles)
     by_tile = whole // 2 * 64
-    for q in range(0, queries, TILE):
+    for q in range(0, queries, f.TILE):
         a, b, place = high + q * pitch * 2, low + q * pitch * 2, 0
         while place < width:
-            v, to = pairs + place // TILE * by_tile, mixed + (q * width + place) * 4
-            if place + MIXED * TILE <= width:
+            v, to = pairs + place // f.TILE * by_tile, mixed + (q * width + place) * 4
+            if place + MIXED * f.TILE <= width:
                 _mix_all(a, b, pitch * 2, v, by_tile, whole // STEP, to, width * 4, room, tiles)
-                place += MIXED * TILE
+                place += MIXED * f.TILE
             else:
                 _mix_one(a, b, pitch * 2, v, by_tile, whole // STEP, to, width * 4, room, tiles)
-                place += TILE
-    configure(room, TILE, columns, tiles)
+                place += f.TILE
+    configure(room, f.TILE, columns, tiles)
     for q in range(queries):
         tail = starts[q // group]
         length = common - whole + starts[q // group + 1] - tail
         weights, to = (q * pitch + whole) * 2, mixed + q * width * 4
-        listed, near = plan[TAILS] + tail * 8, common - whole
+        listed, near = plan[f.TAILS] + tail * 8, common - whole
         for done in range(0, length, STEP):
             a, b, some = (
                 high + weights + done * 2,
@@ -311,7 +290,7 @@ def attend_by_tiles(op, piece, scratch, room, columns, tiles):
         scale = numbers(scratch + q * pitch * 4, _SINGLE)[pitch - 1]
         out = numbers(to, _SINGLE)
         of_query = at + q // group * by_token + q % group * dim * 2
-        target = numbers(op[TARGET] + of_query, _HALF)
+        target = numbers(op[f.TARGET] + of_query, _HALF)
         for i in range(dim):
             target[i] = narrow(out[i] * scale, _HALF)
 
@@ -322,12 +301,12 @@ def _add_slots(high, low, values, stride, slot, near, listed, count, out, dim):
     place = 0
     while place < dim:
         v, to, rest = values + place * 2, out + place * 4, dim - place
-        if rest >= MIXED * TILE:
+        if rest >= MIXED * f.TILE:
             _add_all(high, low, v, stride, slot, near, listed, count, to, 0)
-            place += MIXED * TILE
-        elif rest >= TILE:
+            place += MIXED * f.TILE
+        elif rest >= f.TILE:
             _add_one(high, low, v, stride, slot, near, listed, count, to, 0)
-            place += TILE
+            place += f.TILE
         else:
             _add_rest(high, low, v, stride, slot, near, listed, count, to, rest)
             place = dim
