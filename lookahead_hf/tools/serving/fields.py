@@ -139,6 +139,7 @@ class ServedRequest:
     unfinished_end: str = ""  # the end of a stream's text that is no whole character
     # The tokens of its answer with their log probabilities, as OpenAI's API has them
     places: list[dict[str, Any]] = field(default_factory=list)
+    group: Any = None  # the queue's, one for all texts of a body
     streams: bool = False  # whether its answer is a stream
     grammar: Any = None  # the processor that obeys its schema or tools, once it is compiled
     # Set when nobody waits any more; of the event loop `loop`.

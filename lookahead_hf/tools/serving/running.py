@@ -37,7 +37,6 @@ _OF_SERVER = (
 )
 """Settings that a text in a queue does not have, or gets in another way."""
 
-
 _logger = logging.getLogger(__name__)
 
 
@@ -218,7 +217,7 @@ class Adding:
         request = self._request
         request.generates = True
         request.when_over = partial(self.cancel_request, request_id)
-        given |= {"request_id": request_id, "streaming": True}
+        given |= {"request_id": request_id, "streaming": True, "group": request.group}
         work = partial(self._add, input_ids, given)
         compiling = self._running.compiling
         request.when_read = lambda: compiling(request, input_ids, work) or work()
@@ -227,9 +226,8 @@ class Adding:
     def _add(self, input_ids: Any, given: dict[str, Any]) -> None:
         request, config = self._request, self._config
         try:
-            own: dict[str, Any] = add_to_call(
-                request, config, len(input_ids), self._model, self._running.reach
-            )
+            num_prompt, reach = len(input_ids), self._running.reach
+            own: dict[str, Any] = add_to_call(request, config, num_prompt, self._model, reach)
             usual = self._queue.generation_config.to_dict()
             settings = {
                 name: value
