@@ -290,6 +290,15 @@ def test_a_schema_is_compiled_beside_the_decoding_and_ends_with_its_client(serve
     assert len(served.text(max_tokens=4)) == 4
     assert time.monotonic() - begin < 3
     assert process is not None
+def test_a_schema_that_is_known_does_not_wait_for_those_that_are_not(served: Served) -> None:
+    served.ask(**nested(1))
+    with ThreadPoolExecutor(6) as clients, trials._lock:
+        others = [clients.submit(served.ask, **nested(2 + count)) for count in range(6)]
+        time.sleep(0.3)
+        assert served.text(**nested(1)).startswith("[")
+        assert not any(each.done() for each in others)
+
+
     assert process.wait(10) != 0
 
 
@@ -320,6 +329,8 @@ def test_what_compiles_too_slowly_is_refused() -> None:
         assert not own.run(told, task, lambda: next(leaves), 30)
         assert own._process is not None  # it was started for the next client, too
         assert own._process.poll() is None
+        with own._lock, pytest.raises(ValueError, match="takes longer"):  # again, at once
+            own.run(told, {"schema": json.dumps(slow)}, lambda: False, 30)
         slow = nested(800)["response_format"]["json_schema"]["schema"]
         with pytest.raises(ValueError, match=r"takes longer than 0\.3 seconds"):
             own.run(told, {"schema": json.dumps(slow)}, lambda: False, 0.3)
@@ -330,7 +341,7 @@ def test_what_compiles_too_slowly_is_refused() -> None:
 def test_what_nobody_waits_for_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structured, "compiled", lambda *given: pytest.fail("it was compiled"))
     gone = ServedRequest(schema='{"type": "integer"}', is_cancelled=True)
-    assert grammar_of(gone, [1], grammars.tokenizer(), 5) is None
+    assert grammar_of(gone, {"schema": gone.schema}, grammars.tokenizer(), 5) is None
 
 
 def test_a_key_is_asked_for(strict: Served) -> None:
