@@ -31,6 +31,7 @@ from lookahead_hf.call.prepared import Request
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.fallback import TRANSFORMERS
 from lookahead_hf.generation.decode import build_drafters
+from lookahead_hf.model import compat
 from lookahead_hf.stats import SpeculativeStats
 from lookahead_hf.tools.serving.answers import FAILED, Answer, Reply
 from lookahead_hf.tools.serving.checks import REFUSED, check_decisions, check_model, take_requests
@@ -132,8 +133,8 @@ def speculating(
         running = Running(given["generation_state"], config, limits, together)
         for name in ("chat_handler", "completion_handler", "response_handler"):
             given[name].handle_request = reading(running.readers, given[name].handle_request)
-        speech = given["transcription_handler"]
-        speech._prepare_audio_inputs = partial(_prepare_sound, speech._prepare_audio_inputs)
+        speech, name = given["transcription_handler"], compat.SERVERS_SOUND_READER
+        setattr(speech, name, partial(_prepare_sound, getattr(speech, name)))
         app = original(*args, **kwargs)
 
         def enable(model: Any, processor: Any) -> None:
