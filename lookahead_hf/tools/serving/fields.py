@@ -182,7 +182,9 @@ class Live:
         """Refuse so many texts, of which a request may ask for several, if too many wait."""
         if self.is_ending:
             raise Refused(STOPPING, 503)
-        if num_new + sum(not each.has_begun for each in self.requests) > self._most_waiting:
+        if num_new > (most := self._most_waiting):
+            raise Refused(f"a request asks for {most} texts at most here: send several requests")
+        if num_new + sum(not each.has_begun for each in self.requests) > most:
             raise Refused("too many requests are waiting: try again later", 429)
 
     def end(self) -> None:

@@ -315,7 +315,7 @@ def test_limits_are_told(strict: Served) -> None:
     for fields, status, why in (
         (said("x" * 10_000), 413, "has 0.01 MB at most"),
         ({**said("x"), **nested(100)}, 400, "a schema has 1 KB at most"),
-        ({**said("x"), "n": 3}, 429, "too many requests are waiting"),
+        ({**said("x"), "n": 3}, 400, "asks for 2 texts at most"),
     ):
         found = strict.post(CHAT, fields, **key)
         assert found[0] == status and why in found[1]
