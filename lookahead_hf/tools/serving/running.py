@@ -98,6 +98,7 @@ class Running:
         self._compilers = ThreadPoolExecutor(4, "lookahead_hf compiling")
         self._thread = ThreadPoolExecutor(1, "lookahead_hf generating")
         state.get_manager, state.use_continuous_batching = self.get_manager, self.uses_queue
+        state.is_cb_alive = lambda: self.queue is None or self.queue.fatal_error is None
 
     def end(self) -> None:
         """End all threads; the requests were answered or given up."""

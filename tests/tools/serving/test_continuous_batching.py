@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import pytest
 import torch
@@ -45,7 +46,6 @@ def test_requests_are_decoded_together_with_the_texts_of_generate(
     assert "lookahead_hf:spec_decode_num_accepted_tokens_total 0.0" not in served.get("/metrics")
 
 
-@pytest.mark.filterwarnings("ignore:.*runs plain generate")
 def test_a_request_does_not_wait_for_all_texts_of_another_one(served: Served) -> None:
     assert len(served.text(max_tokens=4)) == 4
     engine = served.server._generation_state.get_manager.__self__.queue.engine
@@ -71,6 +71,7 @@ def test_the_health_is_that_of_the_queue(served: Served, monkeypatch: pytest.Mon
         served.get("/health")
 
 
+@pytest.mark.filterwarnings("ignore:.*runs plain generate")
 def test_what_is_decoded_alone_is_decoded_beside_the_others(
     served: Served, expected: list[str]
 ) -> None:
