@@ -175,7 +175,8 @@ class Live:
     def __init__(self, most_waiting: int) -> None:
         self._most_waiting = most_waiting
         self.requests: set[ServedRequest] = set()
-        self.num_bytes = 0  # of bodies that are being sent
+        self.coming: set[ServedRequest] = set()  # whose bodies are being sent
+        self.num_bytes = 0  # of these
         self.is_ending = False  # whether no more are served
 
     def check(self, num_new: int) -> None:
@@ -190,7 +191,7 @@ class Live:
     def end(self) -> None:
         """End all requests, also from a handler of a signal."""
         self.is_ending = True
-        for each in list(self.requests):
+        for each in [*self.requests, *self.coming]:
             each.end(STOPPING, 503)
 
 
