@@ -120,8 +120,6 @@ def test_what_is_wrong_is_refused_in_a_sentence(served: Served, stream: bool) ->
 
 
 def test_a_fault_of_the_server_is_no_mistake_of_its_clients(served: Served) -> None:
-    """Nor is it that of those whose requests are waiting."""
-
     def fail(*args: Any) -> None:
         raise RuntimeError
 
@@ -243,7 +241,6 @@ def send(client: socket.socket, body: dict[str, Any], **headers: str) -> None:
 
 
 def leave(served: Served, body: dict[str, Any], reached: threading.Event | None = None) -> None:
-    """Send a request and hang up, at a point of its generation or soon."""
     with closing(socket.create_connection(("localhost", served.port))) as client:
         send(client, body)
         assert reached.wait(60) if reached is not None else time.sleep(0.5) is None
