@@ -69,7 +69,7 @@ class Ban:
 
     def __init__(self, token_ids: torch.Tensor, applies: Callable[[int], bool]) -> None:
         """`applies` says whether the tokens are banned after a prefix of a number of columns."""
-        self._token_ids = token_ids.reshape(-1)
+        self._token_ids = token_ids.reshape(-1).long()  # no ids are a tensor of floats
         self._applies = applies
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

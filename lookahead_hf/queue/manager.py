@@ -71,14 +71,13 @@ class SpeculativeBatchingManager:
     """
 
     def __init__(self, engine: Engine, max_waiting: int = 0, config: Any = None) -> None:
-        """Prepare a run, without a thread.
+        """Prepare a run, without a thread; the engine gives its outputs to the manager.
 
-        Args:
-            engine: The engine, which gives its outputs to the manager.
-            max_waiting: Most waiting requests, 0 for any number; adding more blocks.
-            config: transformers' settings of continuous batching, shown to callers.
+        `max_waiting`: most waiting requests, 0 for any number; adding more blocks. `config`:
+        transformers' settings of continuous batching, shown to callers.
         """
         engine.hand_out, engine.stops, engine.pauses = self._take, self._gives_up, self._pauses_now
+        engine.wait_for_room = self._wait_for_room
         self.engine, self.model = engine, engine.builder.model
         self.generation_config = engine.builder.generation_config
         self.num_return_sequences = self.generation_config.num_return_sequences or 1
@@ -124,9 +123,7 @@ class SpeculativeBatchingManager:
 
         Then, and after an interrupt, what was not finished fails. The model never keeps the
         manager, whatever `keep_for_next_session` says: making another one costs nothing.
-
-        Raises:
-            RuntimeError: The calling thread has paused the run.
+        RuntimeError if the calling thread has paused the run.
         """
         if self._thread is None:
             _logger.warning("the manager was not started")
@@ -160,9 +157,7 @@ class SpeculativeBatchingManager:
         """Pause the run inside, so that the caller can use or change the model.
 
         Requests in progress go on afterwards. Several threads may pause a run at the same time.
-
-        Raises:
-            RuntimeError: There is no run, or it ends before it pauses.
+        RuntimeError if there is no run, or it ends before it pauses.
         """
         if not self.is_running():
             raise RuntimeError("Cannot pause generation while no generation loop is running.")
@@ -185,11 +180,8 @@ class SpeculativeBatchingManager:
     ) -> str | None:
         """Add a request, as with transformers' manager; `request_state` has all arguments.
 
-        Returns:
-            Its id, None if the run is stopping and takes no more requests.
-
-        Raises:
-            queue.Full: As many requests wait as may.
+        A `group=`, a `Group`, gets free slots in turn with the others. Returns the request's id,
+        None if the run is stopping and takes no more requests; queue.Full if as many wait as may.
         """
         if self._stop != GOES_ON:
             _logger.warning("the run is stopping: a request was dropped")
@@ -198,7 +190,8 @@ class SpeculativeBatchingManager:
             with self._changed:
                 request_id, self._num_named = f"req_{self._num_named}", self._num_named + 1
         given = input_ids, request_id, self.num_return_sequences - 1
-        self.engine.add(request_state(*given, *args, **own), self._wait_for_room)
+        group = own.pop("group", None)
+        self.engine.add(request_state(*given, *args, **own), group)
         return request_id
 
     def add_requests(self, inputs: list[list[int]], *args: Any, **own: Any) -> list[str | None]:
@@ -224,11 +217,8 @@ class SpeculativeBatchingManager:
     ) -> GenerationOutput | None:
         """Return the next result, or the next one of a request.
 
-        Returns:
-            None after `timeout` seconds, and once the run has ended and has no such result.
-
-        Raises:
-            RuntimeError: An exception has ended the run, and all results were taken.
+        None after `timeout` seconds, and once the run has ended and has no such result.
+        RuntimeError if an exception has ended the run, and all results were taken.
         """
 
         def found() -> GenerationOutput | None:

@@ -85,11 +85,7 @@ def run_paged(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 
 def call(
-    model: Any,
-    original: Callable[..., Any],
-    default: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    model: Any, original: Any, default: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Call `generate_batch` or `init_continuous_batching`, speculatively if that is asked for."""
     own = BatchOptions(**{name: kwargs.pop(name) for name in OWN if name in kwargs})
@@ -139,18 +135,9 @@ def _check_name(function: str, name: str, theirs: set[str]) -> None:
     raise ValueError(f"{function} has no argument {name!r}: {fix}")
 
 
-def _manager(
-    model: Any,
-    config: SpeculativeConfig,
-    asked: BatchOptions,
-    generation_config: Any = None,
-    continuous_batching_config: Any = None,
-    workload_hints: Any = None,
-) -> SpeculativeBatchingManager:
+def _manager(*args: Any, **given: Any) -> SpeculativeBatchingManager:
     """Return our manager, or raise Unserved, or ValueError for wrong arguments."""
-    engine, batching = engine_of(
-        model, config, asked, generation_config, continuous_batching_config, workload_hints
-    )
+    engine, batching = engine_of(*args, **given)
     return SpeculativeBatchingManager(engine, batching.max_queue_size, batching)
 
 
@@ -223,18 +210,18 @@ def engine_of(
     config: SpeculativeConfig,
     asked: BatchOptions,
     generation_config: Any = None,
-    batching_config: Any = None,
-    hints: Any = None,
+    continuous_batching_config: Any = None,
+    workload_hints: Any = None,
 ) -> tuple[Engine, ContinuousBatchingConfig]:
     """Return an engine, and transformers' settings of continuous batching.
 
-    `generation_config` has the settings of requests that do not say otherwise; `hints` are
-    transformers' `WorkloadHints` of all requests, None if any number may come. Unserved if the run
-    cannot be served, ValueError for wrong arguments.
+    `generation_config` has the settings of requests that do not say otherwise; `workload_hints`
+    are of all requests, None if any number may come. Unserved if the run cannot be served,
+    ValueError for wrong arguments.
     """
     generation = copy.deepcopy(generation_config or model.generation_config)
     # transformers, too, looks into the generation config, though it warns of that.
-    batching = batching_config or getattr(generation, "continuous_batching_config", None)
+    batching = continuous_batching_config or getattr(generation, "continuous_batching_config", None)
     if not isinstance(batching, ContinuousBatchingConfig):
         batching = ContinuousBatchingConfig()
     if batching.cpu_offload_space:
@@ -244,7 +231,7 @@ def engine_of(
     # The cache of `generate` is another one: transformers' server, for one, switches it off.
     generation.cache_implementation, generation.use_cache = None, True
     slots = batching.max_requests_per_batch if asked.max_slots is None else asked.max_slots
-    slots = default_slots(model, hints) if slots is None else slots
+    slots = default_slots(model, workload_hints) if slots is None else slots
     check_int("max_slots", slots, 1, MOST_SLOTS)
     most = batching.max_batch_tokens
     if most is not None:

@@ -97,24 +97,14 @@ def request_state(
     **own: Any,
 ) -> RequestState:
     """Return a request from the arguments of `add_request`."""
-    return RequestState(
-        request_id,
-        list(input_ids),
-        streaming,
-        record_timestamps,
-        max_new_tokens,
-        eos_token_id,
-        num_children,
-        own,
-    )
+    given = request_id, list(input_ids), streaming, record_timestamps, max_new_tokens
+    return RequestState(*given, eos_token_id, num_children, own)
 
 
 def text_ids(state: RequestState) -> list[str]:
     """Return the ids of a request's texts, its own last."""
-    return [
-        *(f"{state.request_id}__child#{child}" for child in range(state.num_children)),
-        state.request_id,
-    ]
+    children = (f"{state.request_id}__child#{child}" for child in range(state.num_children))
+    return [*children, state.request_id]
 
 
 def own_objects(state: RequestState) -> frozenset[int]:
@@ -130,11 +120,19 @@ def own_objects(state: RequestState) -> frozenset[int]:
 
 
 @dataclass(eq=False)
+class Group:
+    """Requests whose texts wait in turn with those of other groups, such as those of one client."""
+
+    turn: int = 0  # of its last text; a round has two
+
+
+@dataclass(eq=False)
 class QueuedRequest:
     """One text of a run; what follows `objects` is None before it has a row."""
 
     state: RequestState
     seed: int
+    turn: int = 0  # waiting texts with lower ones come first
     names: frozenset[str] = frozenset()  # ids that cancel it: its own and that of its request
     objects: frozenset[int] = frozenset()  # see `own_objects`
     is_cancelled: bool = False  # whether nobody wants it any more

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from lookahead_hf.draft import DraftTree
 from lookahead_hf.model import compat
 from lookahead_hf.model.compat.generation import GenerationOutput, RequestState, RequestStatus
 from lookahead_hf.queue.request import (
+    Group,
     QueuedRequest,
     RequestBuilder,
     own_objects,
@@ -46,31 +49,37 @@ class Engine:
     hand_out: Callable[[GenerationOutput], bool] = lambda output: True
     stops: Callable[[], bool] = lambda: False  # returns whether to give up the requests in progress
     pauses: Callable[[], bool] = lambda: False  # waits in a pause; returns whether there was one
+    wait_for_room: Callable[[], object] = lambda: None  # is called before a request is added
     # Calls a function that writes a text alone, which takes long, perhaps in another thread
     beside: Callable[[Callable[[], None]], object] = lambda write: write()
-    waiting: deque[QueuedRequest] = field(default_factory=deque)  # texts that have not begun
+    waiting: deque[QueuedRequest] = field(default_factory=deque)  # by their turns
     taken: set[QueuedRequest] = field(default_factory=set)  # texts in progress
     # Held while requests and outputs change hands, and notified of it
     changed: threading.Condition = field(default_factory=threading.Condition)
+    usual: Group = field(default_factory=Group)  # of requests without a group
     _num_texts: int = 0
+    _turn: int = 0  # of the last text that was taken
 
-    def add(self, state: RequestState, wait: Callable[[], object] = lambda: None) -> None:
+    def add(self, state: RequestState, group: Group | None = None) -> None:
         """Add the texts of a request, which are numbered in this order; its own comes last.
 
-        Each gets copies of the request's processors and criteria. `wait` waits until there is room.
+        Each gets copies of the request's processors and criteria. The first waiting text of a group
+        comes before the next ones of groups that have begun.
         """
-        given, ids = state.logit_processor_kwargs, text_ids(state)
+        given, ids, group = state.logit_processor_kwargs, text_ids(state), group or self.usual
         own = given.pop("seed", None)
         states = [*map(state.fork, ids[:-1]), state]
         with self.changed:
-            wait()
+            self.wait_for_room()
             for place, each in enumerate(states):
                 each.num_children = 0
                 seed = request_seed(self.seed, self._num_texts + place) if own is None else own
                 if own is not None and each is not state:
                     seed = request_seed(own, 1 + place)
                 names = frozenset({each.request_id, state.request_id})
-                self.waiting.append(QueuedRequest(each, seed, names, own_objects(each)))
+                group.turn = max(group.turn + 2, self._turn + 1)
+                job = QueuedRequest(each, seed, group.turn, names, own_objects(each))
+                insort(self.waiting, job, key=attrgetter("turn"))
             self._num_texts += len(states)
             self.changed.notify_all()
 
@@ -93,6 +102,7 @@ class Engine:
                 if job.objects.isdisjoint(awaited):
                     self.waiting.remove(job)
                     self.taken.add(job)
+                    self._turn = max(self._turn, job.turn)
                     self.changed.notify_all()
                     return job
                 awaited |= job.objects

@@ -248,9 +248,7 @@ class QueueSession(Session):
     def output(self) -> None:
         """Nothing: texts are passed on as they end."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: object) -> None:
         self.runner.end()
         self.drafts.end(self.rows)
         for row, job in list(self.jobs.items()):

@@ -79,6 +79,8 @@ BANS: dict[str, Any] = {
     "min_new_tokens": hf.MinNewTokensLengthLogitsProcessor(5, 4, torch.tensor([2])),
     "min_new_tokens_reached": hf.MinNewTokensLengthLogitsProcessor(5, 3, [2]),
     "suppress": hf.SuppressTokensLogitsProcessor([1, 7, 5000]),
+    "suppress_nothing": hf.SuppressTokensLogitsProcessor([]),
+    "suppress_nothing_at_begin": hf.SuppressTokensAtBeginLogitsProcessor([], 8),
     "suppress_at_begin": hf.SuppressTokensAtBeginLogitsProcessor([5, 6], 8),
     "suppress_later": hf.SuppressTokensAtBeginLogitsProcessor([5, 6], 9),
 }

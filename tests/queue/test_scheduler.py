@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 import lookahead_hf
 from lookahead_hf.queue import scheduler
+from lookahead_hf.queue.request import Group, request_state
 from lookahead_hf.runner.host import Runner
 from tests.helpers import models
 from tests.helpers.requests import DRAFTED, alone, prompts, running, seeded, settings, speculated
@@ -111,6 +112,28 @@ def test_a_prompt_that_makes_nan_leaves_none_behind(monkeypatch: pytest.MonkeyPa
     for number in (0, 2):
         config = settings(model, max_new_tokens=most_new[number])
         assert found[number].generated_tokens == alone(model, texts[number], config)
+
+
+def test_groups_wait_in_turn() -> None:
+    queue = scheduler.Engine(cast(Any, None), max_slots=1, max_batch_tokens=None, seed=0)
+    large, pair, taken = Group(), Group(), list[str]()
+
+    def add(group: Group | None, *names: str) -> None:
+        for name in names:
+            queue.add(request_state([5], name), group=group)
+
+    def take(count: int) -> None:
+        taken.extend(cast(Any, queue.take()).state.request_id for _ in range(count))
+
+    add(large, *"ABCDE")
+    take(2)
+    add(Group(), "x")
+    add(pair, "y", "z")
+    take(2)
+    add(Group(), "v")  # those that come anew do not keep a text waiting for more than a round
+    add(None, "1", "2")
+    take(7)
+    assert "".join(taken) == "ABxyCv1zD2E" and queue.take() is None
 
 
 def test_a_new_request_waits_for_two_steps_and_its_prompt(

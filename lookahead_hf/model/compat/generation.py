@@ -200,6 +200,9 @@ def pad_token(generation_config: Any) -> int | None:
     return None if tensor is None else int(tensor)
 
 
+SERVERS_SOUND_READER = "_prepare_audio_inputs"
+"""The method with which transformers' server reads a sound."""
+
 SERVERS_QUEUE, SERVERS_QUEUE_CONFIG = "_cb", "_cb_config"
 """Where transformers' server keeps the manager that decodes requests together, in what runs the
 requests of a model, and its configuration, in the state of all models."""

@@ -91,9 +91,7 @@ class Reply:
     Until then `generate` may refuse its arguments, and the client gets an ordinary error.
     """
 
-    def __init__(
-        self, request: ServedRequest, send: Send, answer: Answer, *, holds: bool = True
-    ) -> None:
+    def __init__(self, request: ServedRequest, send: Send, answer: Answer, holds: bool) -> None:
         """`holds`: whether the answer is a text, of which a stream waits for the first token."""
         self._request, self._send, self._answer = request, send, answer
         self._holds = holds

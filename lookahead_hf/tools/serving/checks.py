@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Discriminator, Field, Json, Tag, ValidationError, create_model
 
 from lookahead_hf.config import SpeculativeConfig
-from lookahead_hf.queue.request import request_seed
+from lookahead_hf.queue.request import Group, request_seed
 from lookahead_hf.tools.serving.fields import (
     ANY,
     USUAL,
@@ -63,7 +63,6 @@ REFUSED: Mapping[str, Mapping[str, tuple[tuple[Any, ...], str]]] = {
     },
 }
 """Fields by path: the values that ask for nothing, and the remedy for any other value."""
-
 
 MOST_VALUES = 100_000  # Values of a request, unless its text may have more commas
 
@@ -295,7 +294,6 @@ SCHEMAS: Mapping[str, Any] = {
     RESPONSES: _object(_FIELDS, input=_any(_NAME, _list(_ITEM, 1, 4096))),
 }
 
-
 _DECISIONS = _object({"assets": GenericAlias(dict, (str, _object({}, data_base64=_SENT)))})
 
 
@@ -382,6 +380,7 @@ def take_requests(
     given = fields.get("prompt") if path == COMPLETIONS else None
     prompts = given if isinstance(given, list) else [given]
     first, taken = take_request(fields, config, limits, pools), []
+    first.group = Group()
     for index in range(each * len(prompts)):
         own = {} if given is None else {"prompt": prompts[index // each]}
         fresh: dict[str, Any] = {"over": asyncio.Event(), "places": []}

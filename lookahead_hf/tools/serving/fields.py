@@ -139,6 +139,7 @@ class ServedRequest:
     unfinished_end: str = ""  # the end of a stream's text that is no whole character
     # The tokens of its answer with their log probabilities, as OpenAI's API has them
     places: list[dict[str, Any]] = field(default_factory=list)
+    group: Any = None  # the queue's, one for all texts of a body
     streams: bool = False  # whether its answer is a stream
     grammar: Any = None  # the processor that obeys its schema or tools, once it is compiled
     # Set when nobody waits any more; of the event loop `loop`.
@@ -174,20 +175,23 @@ class Live:
     def __init__(self, most_waiting: int) -> None:
         self._most_waiting = most_waiting
         self.requests: set[ServedRequest] = set()
-        self.num_bytes = 0  # of bodies that are being sent
+        self.coming: set[ServedRequest] = set()  # whose bodies are being sent
+        self.num_bytes = 0  # of these
         self.is_ending = False  # whether no more are served
 
     def check(self, num_new: int) -> None:
         """Refuse so many texts, of which a request may ask for several, if too many wait."""
         if self.is_ending:
             raise Refused(STOPPING, 503)
-        if num_new + sum(not each.has_begun for each in self.requests) > self._most_waiting:
+        if num_new > (most := self._most_waiting):
+            raise Refused(f"a request asks for {most} texts at most here: send several requests")
+        if num_new + sum(not each.has_begun for each in self.requests) > most:
             raise Refused("too many requests are waiting: try again later", 429)
 
     def end(self) -> None:
         """End all requests, also from a handler of a signal."""
         self.is_ending = True
-        for each in list(self.requests):
+        for each in [*self.requests, *self.coming]:
             each.end(STOPPING, 503)
 
 

@@ -24,7 +24,7 @@ from lookahead_hf.queue.manager import SpeculativeBatchingManager
 from lookahead_hf.queue.methods import BatchOptions, engine_of
 from lookahead_hf.tools.serving.answers import FAILED, places, unfinished_end
 from lookahead_hf.tools.serving.fields import STOPPING, Limits, Reach, ServedRequest, current
-from lookahead_hf.tools.serving.schemas import check_media, grammar_of
+from lookahead_hf.tools.serving.schemas import check_media, grammar_of, task_of, trials
 from lookahead_hf.verification import noise
 
 STOP_SECONDS = 10.0  # The longest wait for the thread of a queue, which ends within a step
@@ -36,7 +36,6 @@ _OF_SERVER = (
     *("transformers_version", "num_return_sequences", "continuous_batching_config", "speculative"),
 )
 """Settings that a text in a queue does not have, or gets in another way."""
-
 
 _logger = logging.getLogger(__name__)
 
@@ -95,15 +94,17 @@ class Running:
         self.reach = Reach()
         self.queue: SpeculativeBatchingManager | None = None
         self.readers = ThreadPoolExecutor(2, "lookahead_hf reading")
+        self._trials = ThreadPoolExecutor(1, "lookahead_hf trying")  # of schemas that are not known
         self._compilers = ThreadPoolExecutor(4, "lookahead_hf compiling")
         self._thread = ThreadPoolExecutor(1, "lookahead_hf generating")
         state.get_manager, state.use_continuous_batching = self.get_manager, self.uses_queue
+        state.is_cb_alive = lambda: self.queue is None or self.queue.fatal_error is None
 
     def end(self) -> None:
         """End all threads; the requests were answered or given up."""
         if self.queue is not None:
             self.queue.stop(timeout=STOP_SECONDS, hard_stop=True)
-        for each in (self._thread, self._compilers, self.readers):
+        for each in (self._thread, self._trials, self._compilers, self.readers):
             each.shutdown(wait=False, cancel_futures=True)
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
@@ -146,20 +147,22 @@ class Running:
         self, request: ServedRequest, prompt: Any, work: Callable[[], object]
     ) -> Future[Any] | None:
         """Compile a request's grammar beside the decoding, then go on; None if it needs none."""
-        if request.schema is None and request.tools is None:
+        task = task_of(request, prompt, self.reach.tokenizer)
+        if task is None:
             return None
 
         def compile_first() -> None:
             try:
                 if not request.is_cancelled:
                     given = self.reach.tokenizer, self.limits.compile_seconds
-                    request.grammar = grammar_of(request, prompt, *given)
+                    request.grammar = grammar_of(request, task, *given)
             except Exception as error:
                 give_up(request, error)
             if not request.is_cancelled:
                 work()
 
-        return self._compilers.submit(compile_first)
+        threads = self._compilers if trials.knows(task) else self._trials
+        return threads.submit(compile_first)
 
 
 class Alone(GenerateManager):
@@ -218,7 +221,7 @@ class Adding:
         request = self._request
         request.generates = True
         request.when_over = partial(self.cancel_request, request_id)
-        given |= {"request_id": request_id, "streaming": True}
+        given |= {"request_id": request_id, "streaming": True, "group": request.group}
         work = partial(self._add, input_ids, given)
         compiling = self._running.compiling
         request.when_read = lambda: compiling(request, input_ids, work) or work()
@@ -227,9 +230,8 @@ class Adding:
     def _add(self, input_ids: Any, given: dict[str, Any]) -> None:
         request, config = self._request, self._config
         try:
-            own: dict[str, Any] = add_to_call(
-                request, config, len(input_ids), self._model, self._running.reach
-            )
+            num_prompt, reach = len(input_ids), self._running.reach
+            own: dict[str, Any] = add_to_call(request, config, num_prompt, self._model, reach)
             usual = self._queue.generation_config.to_dict()
             settings = {
                 name: value

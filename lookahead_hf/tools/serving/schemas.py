@@ -143,21 +143,27 @@ def take_schema(body: dict[str, Any]) -> str | None:
     return json.dumps(named["schema"])
 
 
-def grammar_of(request: ServedRequest, prompt: Any, tokenizer: Any, seconds: float) -> Any:
-    """Return the logits processor of a request's schema or tools, None if nobody waits for it.
+def task_of(request: ServedRequest, prompt: Any, tokenizer: Any) -> dict[str, Any] | None:
+    """Return the task to compile the grammar of a request, None if it needs none.
 
-    `prompt` are tokens, [length] or [1, length]. ValueError if a schema cannot be compiled, or not
-    in so many seconds, or xgrammar is not installed.
+    `prompt` are tokens, [length] or [1, length].
+    """
+    if request.tools is None:
+        return None if request.schema is None else {"schema": request.schema}
+    assert request.template is not None
+    return calling(request.tools, request.template, tokenizer, prompt)
+
+
+def grammar_of(request: ServedRequest, task: Any, tokenizer: Any, seconds: float) -> Any:
+    """Return the logits processor of a request's task, None if nobody waits for it.
+
+    ValueError if it cannot be compiled, or not in so many seconds, or xgrammar is not installed.
     """
     try:
         from lookahead_hf import structured
     except ImportError as error:
         raise ValueError(f"response_format and tool_choice: {error}") from error
-    what, task = "the JSON schema", {"schema": request.schema}
-    if request.tools is not None:
-        assert request.template is not None
-        what = "the parameters of a tool"
-        task = calling(request.tools, request.template, tokenizer, prompt)
+    what = "the JSON schema" if "schema" in task else "the parameters of a tool"
     try:
         told = structured.vocabulary(tokenizer)
         is_safe = trials.run(told, task, lambda: request.is_cancelled, seconds)
@@ -178,7 +184,7 @@ def check_media(request: ServedRequest, given: Mapping[str, Any]) -> None:
 MOST_BYTES = 1 << 28  # The largest compiled grammar
 START_SECONDS = 60.0  # The longest start of the process, which imports xgrammar
 POLL_SECONDS = 0.05  # Time between two looks at whether the client has gone
-MOST_KEPT = 256  # How many tasks that were compiled in time are remembered
+MOST_KEPT = 256  # How many tasks are remembered
 
 
 class Trials:
@@ -188,7 +194,11 @@ class Trials:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._vocabulary: str | None = None  # of the process
-        self._passed: dict[str, None] = {}
+        self._known: dict[str, str] = {}  # why tasks have failed, empty for those in time
+
+    def knows(self, task: Mapping[str, Any]) -> bool:
+        """Return whether `run` needs no process for a task."""
+        return json.dumps(task) in self._known
 
     def run(
         self, vocabulary: str, task: Mapping[str, Any], is_over: Callable[[], bool], seconds: float
@@ -196,37 +206,42 @@ class Trials:
         """Return whether a task was compiled, by this or an earlier call; not if nobody waits.
 
         `vocabulary` is xgrammar's description of the tokenizer, `task` what `compile_task` takes.
-        ValueError if compiling takes longer than so many seconds, or too much memory.
+        ValueError if compiling takes, or took, longer than so many seconds, or too much memory.
         """
         name = json.dumps(task)
-        if vocabulary == self._vocabulary and name in self._passed:
-            return True  # without waiting for the schemas of others
-        with self._lock:
-            if vocabulary != self._vocabulary:
-                self._end()
-                self._passed, self._vocabulary = {}, vocabulary
-            if name in self._passed:
-                return True
-            if self._process is None and not is_over():
-                path = os.pathsep.join(each for each in sys.path if isinstance(each, str))
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "lookahead_hf.tools.serving.schemas"],
-                    env=os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
-                    stdin=subprocess.PIPE,  # which ends with this process, whatever ends it
-                    stdout=subprocess.PIPE,
-                    text=True,
-                )
-                # The next task needs it, too, so that it starts whoever leaves.
-                self._ask(vocabulary, lambda: False, START_SECONDS)
-            if is_over():
-                return False
-            failure = self._ask(task, is_over, seconds)
-            if failure is not None:
-                raise ValueError(failure)
-            self._passed[name] = None
-            if len(self._passed) > MOST_KEPT:
-                del self._passed[next(iter(self._passed))]
+        failure = self._known.get(name) if vocabulary == self._vocabulary else None
+        if failure is None:  # what is known does not wait for the schemas of others
+            with self._lock:
+                if vocabulary != self._vocabulary:
+                    self._end()
+                    self._known, self._vocabulary = {}, vocabulary
+                failure = self._known.get(name)
+                if failure is None and self._process is None and not is_over():
+                    self._start(vocabulary)
+                if failure is None:
+                    if is_over():
+                        return False
+                    failure = self._ask(task, is_over, seconds) or ""
+                    if failure and is_over():
+                        return False
+                    self._known[name] = failure
+                    if len(self._known) > MOST_KEPT:
+                        del self._known[next(iter(self._known))]
+        if failure:
+            raise ValueError(failure)
         return True
+
+    def _start(self, vocabulary: str) -> None:
+        path = os.pathsep.join(each for each in sys.path if isinstance(each, str))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "lookahead_hf.tools.serving.schemas"],
+            env=os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+            stdin=subprocess.PIPE,  # which ends with this process, whatever ends it
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        # The next task needs it, too, so that it starts whoever leaves.
+        self._ask(vocabulary, lambda: False, START_SECONDS)
 
     def end(self) -> None:
         """End the process, whatever it does; the next task starts another one."""
@@ -253,7 +268,7 @@ class Trials:
         """Return why a task has failed, None if it was done; end a process that is too slow."""
         process, answers = self._process, []
         if process is None:
-            return "the process that compiles has ended"
+            raise ValueError("the process that compiles has ended")
 
         def talk() -> None:
             assert process.stdin is not None and process.stdout is not None

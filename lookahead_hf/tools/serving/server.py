@@ -9,7 +9,7 @@ import logging
 import os
 import secrets
 from base64 import b64encode
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -31,6 +31,7 @@ from lookahead_hf.call.prepared import Request
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.fallback import TRANSFORMERS
 from lookahead_hf.generation.decode import build_drafters
+from lookahead_hf.model import compat
 from lookahead_hf.stats import SpeculativeStats
 from lookahead_hf.tools.serving.answers import FAILED, Answer, Reply
 from lookahead_hf.tools.serving.checks import REFUSED, check_decisions, check_model, take_requests
@@ -105,7 +106,7 @@ def speculating(
     """Let servers of one model that are built inside the `with` block generate speculatively.
 
     Building a server raises ValueError if it has no model, or if `config` does not suit the model,
-    such as a pool of another tokenizer.
+    such as a pool of another tokenizer; UnknownServerError if transformers has another server.
 
     Args:
         config: How to speculate by default.
@@ -114,9 +115,6 @@ def speculating(
         api_key: What clients have to show, None if they need nothing.
         together: Whether requests are decoded together, by our queue.
         pools: The pools that a request may name.
-
-    Raises:
-        UnknownServerError: The installed transformers has another server.
     """
     server = _known_server()
     from lookahead_hf.tools.serving.running import Running, ServedGenerate
@@ -132,8 +130,8 @@ def speculating(
         running = Running(given["generation_state"], config, limits, together)
         for name in ("chat_handler", "completion_handler", "response_handler"):
             given[name].handle_request = reading(running.readers, given[name].handle_request)
-        speech = given["transcription_handler"]
-        speech._prepare_audio_inputs = partial(_prepare_sound, speech._prepare_audio_inputs)
+        speech, name = given["transcription_handler"], compat.SERVERS_SOUND_READER
+        setattr(speech, name, partial(_prepare_sound, getattr(speech, name)))
         app = original(*args, **kwargs)
 
         def enable(model: Any, processor: Any) -> None:
@@ -149,7 +147,7 @@ def speculating(
         if hasattr(manager, "get_gen_models"):  # before transformers 5.24
             listed = {"id": only_model, "object": "model", "created": 0, "owned_by": ""}
             manager.get_gen_models = lambda: [listed]
-        entered = {"key": api_key, "live": live, "only_model": only_model, "pools": pools}
+        entered = {"key": api_key, "live": live, "model": only_model, "pools": pools}
         app.add_middleware(Entrance, running=running, **entered)
         # Browsers ask without a key first, and read errors only from an answer that allows it.
         app.user_middleware.sort(key=lambda each: each.cls is not CORSMiddleware)
@@ -266,16 +264,10 @@ class Entrance:
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        running: Running,
-        only_model: str,
-        pools: Mapping[str, Any],
-        key: str | None,
-        live: Live,
+        self, app: ASGIApp, running: Running, model: str, pools: Any, key: str | None, live: Live
     ) -> None:
         self._app, self._running, self._limits = app, running, running.limits
-        self._only_model, self._pools, self._key, self._live = only_model, pools, key, live
+        self._only_model, self._pools, self._key, self._live = model, pools, key, live
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, as ASGI asks for."""
@@ -290,7 +282,7 @@ class Entrance:
             if scope["method"] != "POST":
                 await self._app(scope, receive, send)
                 return
-            body = await self._read(scope, receive)
+            body = await self._read(scope, request, receive)
             live.check(1)
             live.requests.add(request)
             try:
@@ -310,9 +302,10 @@ class Entrance:
         if kind.lower() != "bearer" or not is_right:
             raise Refused("this server needs its API key", 401, "invalid_api_key")
 
-    async def _read(self, scope: Scope, receive: Receive) -> bytes:
+    async def _read(self, scope: Scope, request: ServedRequest, receive: Receive) -> bytes:
         """Return the body of a request; those that come slowly may take memory, too."""
         live = self._live
+        live.check(0)
         most = int(self._limits.body_mb * 1e6)
         too_large = Refused(f"a request has {self._limits.body_mb:g} MB at most: send less", 413)
         said = Headers(scope=scope).get("content-length", "")
@@ -334,11 +327,18 @@ class Entrance:
                 if not message.get("more_body", False):
                     return bytes(body)
 
+        whole = asyncio.ensure_future(read())
+        request.when_over = whole.cancel
+        live.coming.add(request)
         try:
-            return await asyncio.wait_for(read(), self._limits.seconds)
+            return await asyncio.wait_for(whole, self._limits.seconds)
         except asyncio.TimeoutError:
             raise Refused(f"the request was not sent in {self._limits.seconds:g} seconds") from None
+        except asyncio.CancelledError:
+            live.check(0)  # or the server itself has cancelled it
+            raise
         finally:
+            live.coming.discard(request)
             live.num_bytes -= len(body)
 
     async def _serve(
@@ -366,6 +366,7 @@ class Entrance:
         left_out = [b"x-request-id", *([b"content-type", b"content-length"] if is_text else [])]
         headers = [each for each in scope["headers"] if each[0] not in left_out]
         headers += [(b"content-type", b"application/json")] if is_text else []
+        scope = {**scope, "headers": headers}
         for each in requests:
             each.loop, each.abort = request.loop, request.abort
         answer, live = Answer(requests, num_prompts), self._live
@@ -380,23 +381,13 @@ class Entrance:
 
         watching = asyncio.ensure_future(watch())
         try:
-            runs = [
-                self._run(each, body, Reply(each, send, answer, holds=is_text), scope, headers)
-                for each in requests
-            ]
-            await asyncio.gather(*runs)
+            replies = [(each, Reply(each, send, answer, holds=is_text)) for each in requests]
+            await asyncio.gather(*(self._run(each, body, reply, scope) for each, reply in replies))
         finally:
             watching.cancel()
             live.requests.difference_update(requests)
 
-    async def _run(
-        self,
-        request: ServedRequest,
-        body: bytes,
-        reply: Reply,
-        scope: Scope,
-        headers: Sequence[tuple[bytes, bytes]],
-    ) -> None:
+    async def _run(self, request: ServedRequest, body: bytes, reply: Reply, scope: Scope) -> None:
         """Run the application for one request, until it ends or nobody waits any more."""
         unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -407,7 +398,7 @@ class Entrance:
             return unread.pop()
 
         current.set(request)
-        own = {**scope, "headers": headers, "state": dict(scope.get("state") or {})}
+        own = {**scope, "state": dict(scope.get("state") or {})}
         answering = asyncio.ensure_future(self._app(own, next_message, reply))
         over = asyncio.ensure_future(request.over.wait())
         seconds = self._limits.seconds

@@ -36,7 +36,7 @@ def defined(source: str) -> Iterator[str]:
 OUTSIDE = {path: source for path, source in SOURCES.items() if not path.startswith("model/compat/")}
 OURS = {name for source in OUTSIDE.values() for name in defined(source)}
 OURS |= {Path(path).stem for path in SOURCES}
-OURS |= {"_exit", "_getframe", "_value_"}  # Python's
+OURS |= {"_exit", "_getframe", "_set_running_loop", "_value_"}  # Python's
 OURS |= {"_amx", "_loops"}  # which end names of compiled functions
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import pytest
 import torch
@@ -42,6 +44,31 @@ def test_requests_are_decoded_together_with_the_texts_of_generate(
     assert totals(served.model).stats.num_accepted > 0
     assert not totals(served.model).fallbacks
     assert "lookahead_hf:spec_decode_num_accepted_tokens_total 0.0" not in served.get("/metrics")
+
+
+def test_a_request_does_not_wait_for_all_texts_of_another_one(served: Served) -> None:
+    assert len(served.text(max_tokens=4)) == 4
+    engine = served.server._generation_state.get_manager.__self__.queue.engine
+    goes_on, large = threading.Event(), {"prompt": ["x = "] * 6, "n": 8, "max_tokens": 24}
+    wait = lambda *args: None if goes_on.wait(60) else ()  # noqa: E731
+    with hooked(served.model, wait), ThreadPoolExecutor(2) as clients:
+        found = [clients.submit(served.post, "/v1/completions", large)]
+        while len(engine.waiting) < 47:
+            time.sleep(0.01)
+        found.append(clients.submit(served.text, max_tokens=4))
+        while len(engine.waiting) < 48:
+            time.sleep(0.01)
+        goes_on.set()
+        assert len(found[1].result()) == 4 and engine.waiting
+        assert found[0].result()[0] == 200
+
+
+def test_the_health_is_that_of_the_queue(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(served.text(max_tokens=4)) == 4
+    queue = served.server._generation_state.get_manager.__self__.queue
+    monkeypatch.setattr(queue, "fatal_error", RuntimeError())
+    with pytest.raises(HTTPError, match="503"):
+        served.get("/health")
 
 
 @pytest.mark.filterwarnings("ignore:.*runs plain generate")

@@ -90,3 +90,4 @@ def test_requests_of_one_body_share_it() -> None:
     assert len({id(each["user"]) for each in bodies}) == 1
     assert len({request.seed for request in requests}) == 4
     assert len({id(request.places) for request in requests}) == 4
+    assert len({id(request.group) for request in requests}) == 1

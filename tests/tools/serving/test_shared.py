@@ -44,7 +44,7 @@ def said(content: Any, **more: Any) -> dict[str, Any]:
 DEEP = b'{"x": ' * 950 + b"5" + b"}" * 950
 MESSAGE = b'{"messages": [{"role": "user", "content": "x"}], %s}'
 SETTINGS: dict[str, tuple[Any, ...]] = {
-    "max_new_tokens": ("x",),
+    **dict.fromkeys(("max_new_tokens", "do_sample"), ("x",)),
     "return_dict_in_generate": (True,),
     "suppress_tokens": ("x", [5] * 1025),
     "begin_suppress_tokens": (5,),
@@ -54,7 +54,6 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "num_beams": (1000,),
     "exponential_decay_length_penalty": ([1, "x"], [1, 1e300]),
     "sequence_bias": ([[[5], "x"]],),
-    "do_sample": ("x",),
     "temperature": (1e-40,),
 }
 FIELDS: dict[str, tuple[Any, ...]] = {
@@ -121,8 +120,6 @@ def test_what_is_wrong_is_refused_in_a_sentence(served: Served, stream: bool) ->
 
 
 def test_a_fault_of_the_server_is_no_mistake_of_its_clients(served: Served) -> None:
-    """Nor is it that of those whose requests are waiting."""
-
     def fail(*args: Any) -> None:
         raise RuntimeError
 
@@ -244,15 +241,12 @@ def send(client: socket.socket, body: dict[str, Any], **headers: str) -> None:
 
 
 def leave(served: Served, body: dict[str, Any], reached: threading.Event | None = None) -> None:
-    """Send a request and hang up, at a point of its generation or soon."""
     with closing(socket.create_connection(("localhost", served.port))) as client:
         send(client, body)
         assert reached.wait(60) if reached is not None else time.sleep(0.5) is None
 
 
 class Counter:
-    """Counts forwards, and tells of the fifth."""
-
     def __init__(self) -> None:
         self.count, self.reached = 0, threading.Event()
 
@@ -293,6 +287,15 @@ def test_a_schema_is_compiled_beside_the_decoding_and_ends_with_its_client(serve
     assert process.wait(10) != 0
 
 
+def test_a_schema_that_is_known_does_not_wait_for_those_that_are_not(served: Served) -> None:
+    served.ask(**nested(1))
+    with ThreadPoolExecutor(6) as clients, trials._lock:
+        others = [clients.submit(served.ask, **nested(2 + count)) for count in range(6)]
+        time.sleep(0.3)
+        assert served.text(**nested(1)).startswith("[")
+        assert not any(each.done() for each in others)
+
+
 @pytest.fixture(scope="module")
 def strict(folder: str) -> Iterator[Served]:
     limits = Limits(body_mb=0.01, schema_kb=1, waiting=2, seconds=1.5)
@@ -306,7 +309,7 @@ def test_limits_are_told(strict: Served) -> None:
     for fields, status, why in (
         (said("x" * 10_000), 413, "has 0.01 MB at most"),
         ({**said("x"), **nested(100)}, 400, "a schema has 1 KB at most"),
-        ({**said("x"), "n": 3}, 429, "too many requests are waiting"),
+        ({**said("x"), "n": 3}, 400, "asks for 2 texts at most"),
     ):
         found = strict.post(CHAT, fields, **key)
         assert found[0] == status and why in found[1]
@@ -323,6 +326,8 @@ def test_what_compiles_too_slowly_is_refused() -> None:
         slow = nested(800)["response_format"]["json_schema"]["schema"]
         with pytest.raises(ValueError, match=r"takes longer than 0\.3 seconds"):
             own.run(told, {"schema": json.dumps(slow)}, lambda: False, 0.3)
+        with own._lock, pytest.raises(ValueError, match="takes longer"):  # again, at once
+            own.run(told, {"schema": json.dumps(slow)}, lambda: False, 30)
     finally:
         own.end()
 
@@ -330,7 +335,7 @@ def test_what_compiles_too_slowly_is_refused() -> None:
 def test_what_nobody_waits_for_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structured, "compiled", lambda *given: pytest.fail("it was compiled"))
     gone = ServedRequest(schema='{"type": "integer"}', is_cancelled=True)
-    assert grammar_of(gone, [1], grammars.tokenizer(), 5) is None
+    assert grammar_of(gone, {"schema": gone.schema}, grammars.tokenizer(), 5) is None
 
 
 def test_a_key_is_asked_for(strict: Served) -> None:
@@ -346,9 +351,7 @@ def test_a_key_is_asked_for(strict: Served) -> None:
 def test_an_answer_ends_in_time(strict: Served, stream: bool) -> None:
     from openai import APIError
 
-    def slow(*args: Any) -> None:
-        time.sleep(0.1)
-
+    slow = lambda *args: time.sleep(0.1)  # noqa: E731
     with hooked(strict.model, slow), pytest.raises(APIError, match=r"takes 1\.5 seconds at most"):
         list(strict.ask(max_tokens=1000, stream=stream, extra_body={"speculative": False}))
 
@@ -392,7 +395,6 @@ def connections(served: Served, client: socket.socket) -> list[Any]:
 
 
 def until(found: Callable[[], Any]) -> Any:
-    """What is found in the end."""
     end = time.monotonic() + 20
     while not (value := found()):
         assert time.monotonic() < end
@@ -427,7 +429,12 @@ def test_a_signal_ends_requests_at_once_and_no_thread_is_left(
 
     codes, before = list[int](), {*threading.enumerate()}
     monkeypatch.setattr(os, "_exit", codes.append)
-    with ending_at_once(), serving(folder, CONFIG, continuous_batching=together) as served:
+    with (
+        ending_at_once(),
+        serving(folder, CONFIG, continuous_batching=together) as served,
+        closing(socket.create_connection(("localhost", served.port), timeout=3)) as half,
+    ):
+        half.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{{".encode())
         uvicorn = served.server.server
         assert len(served.text(max_tokens=4)) == 4
         assert gc.get_freeze_count() > 0
@@ -436,6 +443,7 @@ def test_a_signal_ends_requests_at_once_and_no_thread_is_left(
             pytest.raises(APIError, match="the server is stopping") as raised,
         ):
             list(served.ask(max_tokens=1500, stream=stream))
+        assert b" 503 " in half.recv(99)
         if not codes:  # each further step of the model has sent a second one
             signal()
         assert {*codes} == {130}
