@@ -176,10 +176,7 @@ print(*['"prefer-vector-width"="512"' in code for code in toy.double.inspect_llv
 
 
 def test_inner_functions_are_parts_of_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in the process that compiles: they have no code of their own, in memory or on disk.
-
-    Others use the widest vectors.
-    """
+    """As where they are compiled: without code of their own, in the widest vectors."""
     command = [sys.executable, "-c", COMPILING, str(folder)]
     environment = os.environ | {"NUMBA_CACHE_DIR": str(folder / "kept")}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -185,6 +186,7 @@ MOST_BYTES = 1 << 28  # The largest compiled grammar
 START_SECONDS = 60.0  # The longest start of the process, which imports xgrammar
 POLL_SECONDS = 0.05  # Time between two looks at whether the client has gone
 MOST_KEPT = 256  # How many tasks are remembered
+FAILED_SECONDS = 60.0  # Time for which a failure is: the machine may have been busy
 
 
 class Trials:
@@ -194,11 +196,16 @@ class Trials:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._vocabulary: str | None = None  # of the process
-        self._known: dict[str, str] = {}  # why tasks have failed, empty for those in time
+        # Why tasks have failed, empty for those in time, and when
+        self._known: dict[str, tuple[str, float]] = {}
 
     def knows(self, task: Mapping[str, Any]) -> bool:
         """Return whether `run` needs no process for a task."""
-        return json.dumps(task) in self._known
+        return self._failure_of(json.dumps(task)) is not None
+
+    def _failure_of(self, name: str) -> str | None:
+        failure, when = self._known.get(name, (None, 0.0))
+        return None if failure and time.monotonic() - when > FAILED_SECONDS else failure
 
     def run(
         self, vocabulary: str, task: Mapping[str, Any], is_over: Callable[[], bool], seconds: float
@@ -209,13 +216,13 @@ class Trials:
         ValueError if compiling takes, or took, longer than so many seconds, or too much memory.
         """
         name = json.dumps(task)
-        failure = self._known.get(name) if vocabulary == self._vocabulary else None
+        failure = self._failure_of(name) if vocabulary == self._vocabulary else None
         if failure is None:  # what is known does not wait for the schemas of others
             with self._lock:
                 if vocabulary != self._vocabulary:
                     self._end()
                     self._known, self._vocabulary = {}, vocabulary
-                failure = self._known.get(name)
+                failure = self._failure_of(name)
                 if failure is None and self._process is None and not is_over():
                     self._start(vocabulary)
                 if failure is None:
@@ -224,7 +231,7 @@ class Trials:
                     failure = self._ask(task, is_over, seconds) or ""
                     if failure and is_over():
                         return False
-                    self._known[name] = failure
+                    self._known[name] = failure, time.monotonic()
                     if len(self._known) > MOST_KEPT:
                         del self._known[next(iter(self._known))]
         if failure:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from lookahead_hf import SpeculativeConfig, structured, totals
-from lookahead_hf.tools.serving import server
+from lookahead_hf.tools.serving import schemas, server
 from lookahead_hf.tools.serving.answers import FAILED
 from lookahead_hf.tools.serving.checks import CHAT, COMPLETIONS, RESPONSES
 from lookahead_hf.tools.serving.fields import Limits, ServedRequest
@@ -315,7 +315,7 @@ def test_limits_are_told(strict: Served) -> None:
         assert found[0] == status and why in found[1]
 
 
-def test_what_compiles_too_slowly_is_refused() -> None:
+def test_what_compiles_too_slowly_is_refused_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     own = Trials()
     try:
         told, task = structured.vocabulary(grammars.tokenizer()), {"schema": '{"type": "integer"}'}
@@ -328,6 +328,9 @@ def test_what_compiles_too_slowly_is_refused() -> None:
             own.run(told, {"schema": json.dumps(slow)}, lambda: False, 0.3)
         with own._lock, pytest.raises(ValueError, match="takes longer"):  # again, at once
             own.run(told, {"schema": json.dumps(slow)}, lambda: False, 30)
+        monkeypatch.setattr(schemas, "FAILED_SECONDS", 0)
+        assert own.knows(task) is False is own.knows({"schema": json.dumps(slow)})
+        assert own.run(told, task, lambda: False, 30) and own.knows(task)
     finally:
         own.end()
 
