@@ -301,10 +301,7 @@ LONGEST_BY_TILES = 1536
 
 
 def reads_faster(dtype: torch.dtype, num_tokens: int) -> bool:
-    """Return whether kernels read a prompt faster than torch.
-
-    They do by tiles if it is not too long, and where oneDNN has no code for a dtype.
-    """
+    """Return whether kernels read a prompt of so many tokens faster than torch."""
     is_by_tiles = num_tokens <= LONGEST_BY_TILES and program.tiles_of(dtype) != ""
     return is_by_tiles or compat.multiplies_slowly(dtype)
 

@@ -98,6 +98,16 @@ def _product(w, first, last, size, x, tokens, out, pitch, scratch, room, after, 
 
 
 @jit_inner_numbers
+def _add_bias(sums, tokens, pitch, bias, first, count, kind):
+    """Add the numbers of a bias from `first` on, if there is one, to the sums of each token."""
+    b = numbers(bias + first * width_of(kind), kind)
+    for t in range(tokens if bias else 0):
+        total = numbers(sums + t * pitch * 4, _SINGLE)
+        for i in range(count):
+            total[i] += wide(b[i])
+
+
+@jit_inner_numbers
 def _multiply(op, tokens, piece, scratch, room, after, kind, lanes, tiles):
     """Multiply a piece of a linear layer's weight, and store the results or add them."""
     pitch, stride = op[f.PIECE], op[f.OUTPUTS]
@@ -107,12 +117,9 @@ def _multiply(op, tokens, piece, scratch, room, after, kind, lanes, tiles):
     w, x = op[f.WEIGHT], op[f.SOURCE]
     after = after if after else w + last * size * width
     _product(w, first, last, size, x, tokens, scratch, pitch, rest, room, after, kind, lanes, tiles)
-    bias, flavour, factor = op[f.BIAS], op[f.FLAVOUR], float_of(op[f.FACTOR])
+    flavour, factor = op[f.FLAVOUR], float_of(op[f.FACTOR])
     slots = longs(longs(op[f.PLAN])[f.SLOTS]) if op[f.MODE] == f.TO_SLOTS else longs(0)
-    for t in range(tokens if bias else 0):
-        total, b = numbers(scratch + t * pitch * 4, _SINGLE), numbers(bias + first * width, kind)
-        for i in range(count):
-            total[i] += wide(b[i])
+    _add_bias(scratch, tokens, pitch, op[f.BIAS], first, count, kind)
     if flavour != f.NO_ACTIVATION:
         activate(scratch, tokens * pitch, flavour, kind)
     for t in range(tokens):
@@ -145,18 +152,12 @@ def _gate(op, tokens, piece, scratch, room, after, kind, lanes, tiles):
         w, first, last, size, x, tokens, scratch, pitch, rest, room, between, kind, lanes, tiles
     )
     _product(w2, first, last, size, x, tokens, other, pitch, rest, room, after, kind, lanes, tiles)
-    for t in range(tokens if op[f.BIAS] else 0):
-        a, c = numbers(scratch + t * pitch * 4, _SINGLE), numbers(op[f.BIAS] + first * width, kind)
-        for i in range(count):
-            a[i] += wide(c[i])
+    _add_bias(scratch, tokens, pitch, op[f.BIAS], first, count, kind)
+    _add_bias(other, tokens, pitch, op[f.BIAS_2], first, count, kind)
     activate(scratch, tokens * pitch, flavour, kind)
     for t in range(tokens):
         a = numbers(scratch + t * pitch * 4, _SINGLE)
         b = numbers(other + t * pitch * 4, _SINGLE)
-        if op[f.BIAS_2]:
-            d = numbers(op[f.BIAS_2] + first * width, kind)
-            for i in range(count):
-                b[i] += wide(d[i])
         to = numbers(op[f.TARGET] + (t * stride + first) * width, kind)
         for i in range(count):
             to[i] = narrow(a[i] * near(b[i], kind), kind)
