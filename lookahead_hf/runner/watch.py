@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import chain, repeat
 from operator import attrgetter, is_
 from types import FunctionType, MethodType
 from typing import Any
@@ -125,7 +126,7 @@ class Watch:
         self._held: list[tuple[Any, Any, Any]] = []  # a mapping, a name and what it has by that
         self._dicts: list[dict[Any, Any]] = []
         self._sequences: list[tuple[Any, tuple[Any, ...]]] = []
-        self._called = {} if is_graph else vars(self.modules[0])
+        self._called = [] if is_graph else list(map(vars, self.modules[:1]))
         if is_graph:
             for own in compat.global_hooks():
                 self._hold_all(own)
@@ -160,7 +161,8 @@ class Watch:
             self._hold_all(own[name])
         for tensor in compat.tensors_of(module):
             self._found += addresses(tensor)
-        skipped = {*_SKIPPED, compat.CALL} if own is self._called else _SKIPPED
+        is_called = any(own is each for each in self._called)
+        skipped = {*_SKIPPED, compat.CALL} if is_called else _SKIPPED
         names = [name for name in own if name not in skipped]
         self.hold(own, names)
         self._dicts.append(own)
@@ -200,13 +202,29 @@ class Watch:
             for item in tuple(value):
                 self._read(item, depth - 1)
 
+    @classmethod
+    def joined(cls, watches: Sequence[Watch]) -> Watch:
+        """Return a watch that is current while all of these are; its key is not theirs."""
+        joint = cls([])
+        lists = ("modules", "_held", "_dicts", "_sequences", "_called", "_kinds", "_tensors")
+        for name in (*lists, "_data"):
+            setattr(joint, name, [each for watch in watches for each in getattr(watch, name)])
+        joint._size = sum(watch._size for watch in watches)
+        described = (watch._described for watch in watches)
+        columns = zip(joint._described, *described, strict=True)
+        joint._described = [list(chain(*column)) for column in columns]
+        joint.was_hooked = any(watch.was_hooked for watch in watches)
+        joint.functions = dict(chain(*(watch.functions.items() for watch in watches)))
+        return joint
+
     @cached_property
     def _columns(self) -> tuple[Sequence[Any], ...]:
         """Mappings, names and values of all that is held."""
-        return tuple(zip(*self._held, strict=True))
+        return tuple(zip(*self._held, strict=True)) or ((), (), ())
 
     def _count(self) -> int:
-        return sum(map(len, self._dicts)) - (compat.CALL in self._called)
+        replaced = map(dict.__contains__, self._called, repeat(compat.CALL))
+        return sum(map(len, self._dicts)) - sum(replaced)
 
     def _describe(self) -> list[Any]:
         """Return how the tensors are laid out in memory."""
@@ -215,6 +233,13 @@ class Watch:
     def is_hooked(self) -> bool:
         """Return whether hooks of a module do something now."""
         return any(map(is_hooked, self.modules))
+
+    def refusal(self) -> str | None:
+        """Return why the modules have to run their own code now, None if they need not."""
+        is_current = self.are_modules_current()
+        if (self.was_hooked or not is_current) and self.is_hooked():
+            return execution.HOOKS
+        return None if is_current else execution.CHANGED
 
     def is_current(self) -> bool:
         """Return whether nothing has changed."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from operator import attrgetter
 from typing import Any
 from weakref import ref
 
@@ -38,6 +39,7 @@ from lookahead_hf.ngram_pool.compilation import Functions
 from lookahead_hf.runner import watch
 from lookahead_hf.runner.forward import ForwardContext, current, shared_change
 from lookahead_hf.runner.host import Runner, StepOptions
+from lookahead_hf.runner.watch import Watch
 
 LEAST_WEIGHT = 1 << 16
 """Fewest numbers of a lone linear layer's weight. A smaller one takes less time than the call."""
@@ -76,9 +78,7 @@ class CompiledLayers:
         self._around = [(ref(each), _parts(each)) for each in model.modules() if each not in inside]
         calls = [(layer.module, _Call(self.layers, layer)) for layer in self.layers]
         self._calls = [(vars(module), call) for module, call in calls]
-        self._functions = dict[tuple[Any, str], Any]()
-        for each in self.layers:
-            self._functions |= each.program.watch.functions
+        self._watch = Watch.joined([each.program.watch for each in self.layers])
 
     def _add(self, describe: Callable[[Any], Program], module: nn.Module) -> bool:
         """Add a layer if there are kernels for it; return whether there are."""
@@ -104,8 +104,7 @@ class CompiledLayers:
 
     def is_current(self) -> bool:
         """Return whether all layers are as they were described, or still cannot be."""
-        are_modules = all(each.program.watch.are_modules_current() for each in self.layers)
-        is_same = are_modules and self._is_same_build() and watch.are_current(self._functions)
+        is_same = self._watch.is_current() and self._is_same_build()
         return is_same and not any(map(_is_known, self._unknown))
 
     def _is_same_build(self) -> bool:
@@ -118,7 +117,7 @@ class CompiledLayers:
             return reason
         if not self._is_same_build():
             return execution.CHANGED
-        is_stock = watch.has_stock_functions() and watch.are_current(self._functions)
+        is_stock = watch.has_stock_functions() and watch.are_current(self._watch.functions)
         return None if is_stock else execution.FUNCTIONS
 
     def run(self, forward: Callable[[], Any]) -> tuple[Any, LayerStep]:
@@ -145,9 +144,8 @@ class CompiledLayers:
             own.setdefault(compat.CALL, call)
 
     def _remove(self) -> None:
-        for own, call in self._calls:
-            if own.get(compat.CALL) is call:
-                del own[compat.CALL]
+        for own in [own for own, call in self._calls if own.get(compat.CALL) is call]:
+            del own[compat.CALL]
 
     def _begin(self, context: ForwardContext) -> LayerStep:
         """Return a step of the layers that now call us."""
@@ -157,7 +155,7 @@ class CompiledLayers:
             workspace = self._free.pop()
         except IndexError:  # other threads work in all of them
             workspace = Workspace(self.layers)
-        step = LayerStep(workspace, last, context)
+        step = LayerStep(workspace, last, self._watch, context)
         if others:  # torch's, or those of another description of the model
             step.num_own += others
             step.reasons.add(execution.OTHER_CALL)
@@ -166,7 +164,7 @@ class CompiledLayers:
     def _is_whole(self) -> bool:
         """Return whether the model's forward does nothing between its layers, all of them ours."""
         decoder, layers = self._decoder(), self.layers[: self._num_layers]
-        if decoder is None or not layers or not all(layer.is_trusted for layer in layers):
+        if decoder is None or not layers or not all(map(_is_trusted, layers)):
             return False
         kind = type(decoder)
         is_known = family_of(kind, MODELS) and is_original(kind.forward)
@@ -203,6 +201,9 @@ def _decoder(model: nn.Module) -> tuple[Callable[[], Any], list[nn.Module]]:
         if isinstance(layers, nn.ModuleList) and len(layers) and hasattr(layers[0], "self_attn"):
             return ref(module), list(layers)
     return lambda: None, []
+
+
+_is_trusted = attrgetter("is_trusted")
 
 
 def _parts(module: nn.Module | None) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -51,16 +50,9 @@ class Program:
     is_rotated: bool = False  # whether the layer rotates heads
     norm_kind: int = fields.RMS  # which norm the layer's RMS norms are
 
-    def floats(self, num_tokens: int) -> int:
-        """Return the float32 numbers that a thread needs room for, attention aside."""
-        piece, vector = self._largest
-        return 2 * max(num_tokens * piece, vector) + fields.SIDE_BY_SIDE * vector + 64
-
-    @cached_property
-    def _largest(self) -> tuple[int, int]:
-        """The largest piece and vector of the operations, all of which have been added."""
-        piece = max(op.get(fields.PIECE, 0) for op in self.ops)
-        return piece, max(op.get(fields.SIZE, 0) for op in self.ops)
+    def largest(self, field: int) -> int:
+        """Return the largest number that a field of the operations holds."""
+        return max(op.get(field, 0) for op in self.ops)
 
     def add(self, kind: int, addresses: dict[int, Any], **given: int) -> None:
         """Add an operation with further fields, by their names in lower case.

@@ -15,6 +15,7 @@ from lookahead_hf.engines.cpu.workspace import Arguments, CompiledLayer, Workspa
 from lookahead_hf.model import compat
 from lookahead_hf.runner import attention
 from lookahead_hf.runner.forward import ForwardContext
+from lookahead_hf.runner.watch import Watch
 
 TOLERANCES = {
     torch.bfloat16: (0.05, 2.0**-7),
@@ -53,13 +54,21 @@ class LayerStep:
     """
 
     def __init__(
-        self, workspace: Workspace, last: CompiledLayer | None, context: ForwardContext
+        self,
+        workspace: Workspace,
+        last: CompiledLayer | None,
+        watch: Watch,
+        context: ForwardContext,
     ) -> None:
-        """Begin; `last` is the last layer if the model does nothing between its layers."""
-        self.workspace, self._last, self._context = workspace, last, context
+        """Begin; `last` is the last layer if the model does nothing between its layers.
+
+        `watch` is that of all layers together.
+        """
+        self.workspace, self._last, self._watch = workspace, last, watch
+        self._context = context
         self._pending: list[CompiledLayer] = []
         self._arguments: list[Arguments] = []
-        self._stream: torch.Tensor | None = None
+        self._stream: Any = None  # the numbers that noted layers work on in place
         self._next = self._pitch = self._span = 0
         self._is_trial = False
         self._held: list[Any] = []
@@ -76,28 +85,27 @@ class LayerStep:
         """
         if self._is_trial:
             return None
-        x = args[0] if len(args) == 1 else None
-        if self._pending and not (x is self._stream and layer.first == self._next):
+        x: Any = args[0] if len(args) == 1 else None
+        if not self._pending:
+            reason = _refusal(layer, x)
+            if reason is None and layer.program.layer_index is None:
+                return self._linear(layer, x)
+            if self._last is not None and self._watch.refusal():
+                self._last = None  # each layer is looked at by itself
+        elif x is self._stream and layer.first == self._next:
+            reason = None  # what was right for the first layer is right for those that follow
+        else:
             raise Broken
-        given: Arguments | None = None
-        reason = _refusal(layer, x)
-        if reason is None and layer.program.layer_index is not None:
-            given = self._arguments_of(layer, x, kwargs)
-            reason = execution.OTHER_ARGUMENTS if given is None else None
-        if reason is not None:
-            self.reasons.add(reason)
+        given = None if reason else self._arguments_of(layer, x, kwargs)
+        if given is None:
+            self.reasons.add(reason or execution.OTHER_ARGUMENTS)
             self.num_own += 1
             self._compute()
             return None
-        assert x is not None
-        if given is None:
-            return self._linear(layer, x)
         if layer.is_trusted is None:
-            self._compute()
             return self._try(layer, args, kwargs, given)
         if not self._pending:
             self._stream = x.clone()
-        assert self._stream is not None
         self._pending.append(layer)
         self._next = layer.first + len(layer.program.ops)
         self._arguments.append((self._stream.data_ptr(), *given[1:]))
@@ -113,18 +121,17 @@ class LayerStep:
     def _compute(self) -> None:
         """Compute the layers that were noted, in one call."""
         if self._pending:
-            assert self._stream is not None
             self._run(self._pending, self._arguments, self._stream)
             self.num_computed += len(self._pending)
             self._pending, self._arguments = [], []
 
     def _run(self, layers: list[CompiledLayer], given: list[Arguments], x: torch.Tensor) -> None:
-        head_dim = max(layer.program.head_dim for layer in layers)
-        attending = SEGMENT * (self._pitch + 2 * head_dim) + 128
-        queries = segment_of(x.dtype) * max(layer.program.group for layer in layers)
+        workspace = self.workspace
+        attending = SEGMENT * (self._pitch + 2 * workspace.head_dim) + 128
+        queries = segment_of(x.dtype) * workspace.group
         if self._span and queries:
-            attending = max(attending, tile_floats(queries, self._span, head_dim))
-        self.workspace.run(layers, given, x.numel() // x.shape[-1], attending)
+            attending = max(attending, tile_floats(queries, self._span, workspace.head_dim))
+        workspace.run(layers, given, x.numel() // x.shape[-1], attending)
 
     def _arguments_of(
         self, layer: CompiledLayer, x: Any, kwargs: dict[str, Any]
@@ -133,7 +140,6 @@ class LayerStep:
         program, cache = layer.program, compat.given_cache(kwargs)
         if type(cache) is not SlotCache:
             return None
-        assert program.layer_index is not None
         held: Any = cache.layers[program.layer_index]
         if type(held) is not SlotLayer or held.index is not None:
             return None
@@ -147,9 +153,8 @@ class LayerStep:
             return None
         if not (k.is_contiguous() and v.is_contiguous() and k.is_cpu):
             return None
-        config = layer.module.self_attn.config
         own = program.head_dim, program.is_rotated, x.dtype
-        given = (*kwargs.values(), config, held.group, *own)
+        given = (*kwargs.values(), layer.module.self_attn.config, held.group, *own)
         if len(given) != len(self._known) or not all(map(operator.is_, given, self._known)):
             self._shared = self._shared_by_layers(layer, x, kwargs, held.group)
             self._known = given
@@ -254,10 +259,7 @@ def _refusal(layer: CompiledLayer, x: Any) -> str | None:
         return execution.OTHER_NUMBERS
     if x.numel() > MOST_TOKENS * program.size:
         return execution.TOO_LARGE_A_BLOCK
-    is_current = program.watch.are_modules_current()
-    if (program.watch.was_hooked or not is_current) and program.watch.is_hooked():
-        return execution.HOOKS
-    return None if is_current else execution.CHANGED
+    return program.watch.refusal()
 
 
 def _angles(given: Any, x: torch.Tensor, head_dim: int) -> list[torch.Tensor] | None:

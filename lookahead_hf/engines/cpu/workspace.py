@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -80,7 +81,12 @@ class CompiledLayer:
 
 
 class Workspace:
-    """Operations of all `layers`, and the buffers that they work in."""
+    """Operations of all `layers`, and the buffers that they work in.
+
+    Attributes:
+        head_dim: The most numbers of a head.
+        group: The most heads of queries that share one of K and V.
+    """
 
     def __init__(self, layers: Sequence[CompiledLayer]) -> None:
         self.layers = layers
@@ -96,7 +102,12 @@ class Workspace:
                 if place.of in program.buffers:
                     at = (layer.first + place.op) * fields.OP_FIELDS + place.field
                     self._flat[at] = self._buffer(str(place.of), program).data_ptr()
-        dtypes = {layer.program.dtype for layer in layers}
+        programs = [layer.program for layer in layers]
+        self.head_dim = max((each.head_dim for each in programs), default=0)
+        self.group = max((each.group for each in programs), default=0)
+        self._piece = max((each.largest(fields.PIECE) for each in programs), default=0)
+        self._vector = max((each.largest(fields.SIZE) for each in programs), default=0)
+        dtypes = {each.dtype for each in programs}
         self._runners = {dtype: JobRunner(ops, dtype) for dtype in dtypes}
 
     def _buffer(self, name: str, program: Program) -> torch.Tensor:
@@ -120,9 +131,13 @@ class Workspace:
         if key not in self._addresses:
             self._addresses[key] = _Addresses(layers)
         held = self._addresses[key].fill(self._flat, given)
-        floats = max(floats, *(layer.program.floats(num_tokens) for layer in layers))
-        self._launch(layers, num_tokens, floats)
+        self._launch(layers, num_tokens, max(floats, self._floats(num_tokens)))
         del held  # not before: another thread may replace a weight in the meantime
+
+    def _floats(self, num_tokens: int) -> int:
+        """Return the float32 numbers that a thread needs room for, attention aside."""
+        piece, vector = self._piece, self._vector
+        return 2 * max(num_tokens * piece, vector) + fields.SIDE_BY_SIDE * vector + 64
 
     def _launch(self, layers: Sequence[CompiledLayer], num_tokens: int, floats: int) -> None:
         """Carry out the operations of layers, whose addresses are filled in."""
@@ -130,12 +145,15 @@ class Workspace:
         self._runners[layers[0].program.dtype].run(layers[0].first, count, num_tokens, floats)
 
 
+_dtype_of = attrgetter("dtype")
+
+
 class _Addresses:
     """The fields of layers' operations that hold addresses of weights and arguments."""
 
     def __init__(self, layers: Sequence[CompiledLayer]) -> None:
         self._tensors = [weight for layer in layers for weight in layer.program.weights]
-        self._dtypes = [weight.dtype for weight in self._tensors]
+        self._dtypes = list(map(_dtype_of, self._tensors))
         self._sizes = np.array([weight.nbytes for weight in self._tensors], np.int64)
         weights, arguments = list[tuple[int, int, int]](), list[tuple[int, int]]()
         num_weights = 0
@@ -161,7 +179,7 @@ class _Addresses:
         starts = np.array(list(map(torch.UntypedStorage.data_ptr, memory)), np.int64)
         ends = starts + np.array(list(map(torch.UntypedStorage.nbytes, memory)), np.int64)
         is_there = (starts > 0) & (starts <= at) & (at + self._sizes <= ends)
-        if not is_there.all() or [tensor.dtype for tensor in self._tensors] != self._dtypes:
+        if not is_there.all() or list(map(_dtype_of, self._tensors)) != self._dtypes:
             raise RuntimeError("the memory of a weight was freed or changed within a forward")
         flat[self._weight_at] = at[self._weight] + self._offset
         flat[self._argument_at] = np.array(given, np.int64).reshape(-1)[self._argument]

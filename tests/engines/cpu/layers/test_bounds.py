@@ -18,6 +18,7 @@ from lookahead_hf.engines.cpu.programs import Unknown
 from lookahead_hf.engines.cpu.step import LayerStep
 from lookahead_hf.engines.cpu.workspace import CompiledLayer, Workspace
 from lookahead_hf.runner.forward import ForwardContext
+from lookahead_hf.runner.watch import Watch
 from tests.helpers.bounds import bounds_checked, check_plan
 from tests.helpers.caches import CACHE
 from tests.helpers.changes import freed, on_meta, shrunk
@@ -101,7 +102,7 @@ def test_a_store_of_other_slots_than_the_cache_is_not_written(name: str) -> None
     program = SimpleNamespace(dtype=stores.k_store.dtype, is_rotated=False, **given)
     module = SimpleNamespace(self_attn=SimpleNamespace(config=None))
     layer: Any = SimpleNamespace(program=program, module=module)
-    step: Any = LayerStep(Workspace([]), None, ForwardContext())
+    step: Any = LayerStep(Workspace([]), None, Watch([]), ForwardContext())
     step._shared_by_layers = lambda *_: (0, 0, 0, 0, 0)
     for cut in (slice(None), (slice(None), slice(-1)), slice(1)):
         kept = getattr(stores, name)
@@ -139,7 +140,7 @@ def test_a_program_out_of_bounds_raises(
         workspace.run([layer], [(0, *given[1:])], 1, 0)
     with pytest.raises(IndexError, match="tokens"):
         workspace.run([layer], [given], MOST_TOKENS + 1, 0)
-    monkeypatch.setattr(type(layer.program), "floats", lambda *_: 0)
+    monkeypatch.setattr(workspace, "_floats", lambda _: 0)
     with pytest.raises(IndexError, match="scratch of operation 0"):
         workspace.run([layer], [given], 1, 0)
     layer.program.places[2] = layer.program.places[2]._replace(offset=4 * 48)
