@@ -7,18 +7,18 @@ from __future__ import annotations
 import numpy as np
 
 from lookahead_hf.engines.cpu.kernels import fields as f
-from lookahead_hf.engines.cpu.kernels._elementwise_numba import exp, tanh
 from lookahead_hf.engines.cpu.kernels._vectors_numba import (
     ROWS,
+    cap_all,
     dot,
     is_widened,
-    largest_of,
     mix,
+    narrow_all,
     rows_by_tokens,
-    sum_of,
+    weighing,
     widen,
 )
-from lookahead_hf.engines.cpu.kernels.llvm import LANES, float_of, longs, narrow, numbers, width_of
+from lookahead_hf.engines.cpu.kernels.llvm import LANES, float_of, longs, numbers, width_of
 from lookahead_hf.ngram_pool.jit import jit, jit_inner, jit_inner_numbers
 
 
@@ -127,6 +127,8 @@ QUERIES = 4 if LANES == 16 else 2  # Queries whose values are summed side by sid
 _mix_queries, _mix_one = mix(QUERIES, MIXED), mix(1, MIXED)
 _mix_vector, _mix_rest = mix(1, 1), mix(1, 1, is_partial=True)
 
+_weigh = weighing(LANES, is_split=False)
+
 _SINGLE = np.float32(0.0)
 
 
@@ -174,7 +176,11 @@ def attend(op, piece, scratch, kind):
         for i in range(length):
             to = scores + (common + i) * 4
             dot(keys + tails[tail + i] * stride * width, query, dim, to, kind)
-        total[t] = np.float32(1.0) / _weigh(scores, common + length, factor, limit)
+        scale = factor
+        if limit > _SINGLE:
+            cap_all(scores, common + length, factor, limit)
+            scale = np.float32(1.0)
+        total[t] = np.float32(1.0) / _weigh(scores, common + length, scale, 0, 0)
     first_value = values + begin * stride * width
     _mix(scratch, pitch, first_value, stride, 0, common, count, dim, out, kind)
     for t in range(count):
@@ -183,26 +189,10 @@ def attend(op, piece, scratch, kind):
         scores, to = scratch + (t * pitch + common) * 4, out + t * dim * 4
         listed = plan[f.TAILS] + tail * 8
         _mix(scores, 0, values, stride, listed, length, 1, dim, to, kind)
-        attended = numbers(op[f.TARGET] + ((first_token + t) * heads + head) * dim * width, kind)
-        for i in range(dim):
-            attended[i] = narrow(mixed[t * dim + i] * total[t], kind)
-
-
-@jit_inner_numbers
-def _weigh(address, count, factor, limit):
-    """Turn products of a query and keys into unnormalised weights; return their sum."""
-    scores = numbers(address, _SINGLE)
-    if limit > np.float32(0.0):
-        for s in range(count):
-            scores[s] = limit * tanh(scores[s] * factor / limit)
-    else:
-        for s in range(count):
-            scores[s] = scores[s] * factor
-    largest = largest_of(address, count, _SINGLE)
-    for s in range(count):
-        below = scores[s] - largest
-        scores[s] = np.float32(0.0) if below < np.float32(-87.0) else exp(below)
-    return sum_of(address, count, _SINGLE)
+        for i in range(t * dim, (t + 1) * dim):
+            mixed[i] *= total[t]
+        target = op[f.TARGET] + ((first_token + t) * heads + head) * dim * width
+        narrow_all(to, dim, target, kind)
 
 
 @jit_inner_numbers

@@ -6,99 +6,57 @@ import numpy as np
 
 from lookahead_hf.engines.cpu.kernels._vectors_numba import (
     largest_of,
+    narrow_all,
+    near_all,
     num_nan,
     sum_of,
     sum_of_squares,
+    widen,
 )
-from lookahead_hf.engines.cpu.kernels.fields import LAYER_NORM, RMS, RMS_FROM_ONE, SILU
-from lookahead_hf.engines.cpu.kernels.llvm import narrow, numbers, power_of_two, wide, width_of
+from lookahead_hf.engines.cpu.kernels.fields import LAYER_NORM, RMS, RMS_FROM_ONE
+from lookahead_hf.engines.cpu.kernels.llvm import numbers, wide, width_of
 from lookahead_hf.ngram_pool.jit import jit_inner_numbers, jit_numbers
 
 # mypy: disable-error-code="no-untyped-def"
 
 
 _SINGLE = np.float32(0.0)
-_ONE, _TWO, _HALF = np.float32(1.0), np.float32(2.0), np.float32(0.5)
-_WHOLE = np.float32(12582912.0)  # adding and taking it away leaves a whole number
+_ONE = np.float32(1.0)
 _INFINITE = np.float32(np.inf)
-_GELU, _CUBE = np.float32(0.7978845608028654), np.float32(0.044715)
 
 
 @jit_inner_numbers
-def near(number, kind):
-    """Return a float32 number rounded to a kind."""
-    return wide(narrow(number, kind))
-
-
-@jit_inner_numbers
-def exp(x):
-    """Return e**x within two units of the last place, without a call, so that loops vectorise."""
-    x = np.float32(-87.0) if x < np.float32(-87.0) else x
-    x = np.float32(88.0) if x > np.float32(88.0) else x
-    n = (x * np.float32(1.44269504) + _WHOLE) - _WHOLE  # rounded
-    r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
-    p = np.float32(1.9875691500e-4)
-    p = p * r + np.float32(1.3981999507e-3)
-    p = p * r + np.float32(8.3334519073e-3)
-    p = p * r + np.float32(4.1665795894e-2)
-    p = p * r + np.float32(1.6666665459e-1)
-    p = p * r + np.float32(5.0000001201e-1)
-    p = p * r * r + r + _ONE
-    return p * power_of_two(n)
-
-
-@jit_inner_numbers
-def tanh(x):
-    """Return the hyperbolic tangent."""
-    return _ONE - _TWO / (exp(_TWO * x) + _ONE)
-
-
-@jit_inner_numbers
-def activate(address, count, flavour, kind):
-    """Replace `count` float32 numbers by their activations, rounded to a kind."""
-    x = numbers(address, _SINGLE)
-    if flavour == SILU:
-        for i in range(count):
-            a = near(x[i], kind)
-            x[i] = near(a / (_ONE + exp(-a)), kind)
-    else:
-        for i in range(count):
-            a = near(x[i], kind)
-            x[i] = near(_HALF * a * (_ONE + tanh(_GELU * (a + _CUBE * a * a * a))), kind)
-
-
-@jit_inner_numbers
-def norm(source, target, weight, bias, size, epsilon, flavour, kind, centred):
+def norm(source, target, weight, bias, size, epsilon, flavour, kind, room):
     """Write the norm of a vector of `size` numbers; `target` may be `source`.
 
-    Vectors are addresses; `bias` may be 0, and `centred` has room for `size` float32 numbers.
+    Vectors are addresses; `bias` may be 0, and the room is for `size` float32 numbers.
     """
-    x, out, w = numbers(source, kind), numbers(target, kind), numbers(weight, kind)
+    x, w, c = numbers(source, kind), numbers(weight, kind), numbers(room, _SINGLE)
     count = np.float32(size)
     if flavour == LAYER_NORM:
         mean = sum_of(source, size, kind) / count
-        c = numbers(centred, _SINGLE)
         for i in range(size):
             c[i] = wide(x[i]) - mean
-        scale = _ONE / np.sqrt(sum_of_squares(centred, size, _SINGLE) / count + epsilon)
+        scale = _ONE / np.sqrt(sum_of_squares(room, size, _SINGLE) / count + epsilon)
+        for i in range(size):
+            c[i] = c[i] * scale * wide(w[i])
         if bias:
             b = numbers(bias, kind)
             for i in range(size):
-                out[i] = narrow(c[i] * scale * wide(w[i]) + wide(b[i]), kind)
+                c[i] += wide(b[i])
+    else:
+        scale = _ONE / np.sqrt(sum_of_squares(source, size, kind) / count + epsilon)
+        for i in range(size):
+            c[i] = wide(x[i]) * scale
+        if flavour == RMS:
+            near_all(room, size, kind)
+        if flavour == RMS_FROM_ONE:
+            for i in range(size):
+                c[i] *= _ONE + wide(w[i])
         else:
             for i in range(size):
-                out[i] = narrow(c[i] * scale * wide(w[i]), kind)
-        return
-    scale = _ONE / np.sqrt(sum_of_squares(source, size, kind) / count + epsilon)
-    if flavour == RMS:
-        for i in range(size):
-            out[i] = narrow(wide(w[i]) * near(wide(x[i]) * scale, kind), kind)
-    elif flavour == RMS_FROM_ONE:
-        for i in range(size):
-            out[i] = narrow(wide(x[i]) * scale * (_ONE + wide(w[i])), kind)
-    else:
-        for i in range(size):
-            out[i] = narrow(wide(w[i]) * (wide(x[i]) * scale), kind)
+                c[i] *= wide(w[i])
+    narrow_all(room, size, target, kind)
 
 
 @jit_inner_numbers
@@ -106,29 +64,33 @@ def rotate(source, target, cos, sin, dim, rotated, is_wide, kind, room):
     """Rotate the first `rotated` of `dim` numbers of a head; `target` may be `source`.
 
     A pair has one number in each half. `cos` is an address, or 0 to rotate nothing. Float32 angles
-    (`is_wide`) leave products unrounded. The head is in the room meanwhile: loops that may write
-    what they read are not made of vectors.
+    (`is_wide`) leave products unrounded. The room is for five heads of float32 numbers.
     """
-    given, x, out = numbers(source, kind), numbers(room, kind), numbers(target, kind)
-    for i in range(dim):
-        x[i] = given[i]
-    half = rotated // 2 if cos else 0
-    if is_wide:
-        c, s = numbers(cos, _SINGLE), numbers(sin, _SINGLE)
+    length = dim * 4
+    x, own, other = room, room + length, room + 2 * length
+    widen(source, dim, x, kind)
+    widen(source, dim, own, kind)
+    if cos:
+        half = rotated // 2
+        angles = room + 3 * length, room + 4 * length
+        if is_wide:
+            angles = cos, sin
+        else:
+            widen(cos, rotated, angles[0], kind)
+            widen(sin, rotated, angles[1], kind)
+        given, a, b = numbers(x, _SINGLE), numbers(own, _SINGLE), numbers(other, _SINGLE)
+        c, s = numbers(angles[0], _SINGLE), numbers(angles[1], _SINGLE)
         for i in range(half):
-            out[i] = narrow(wide(x[i]) * c[i] + -wide(x[i + half]) * s[i], kind)
-        for i in range(half, 2 * half):
-            out[i] = narrow(wide(x[i]) * c[i] + wide(x[i - half]) * s[i], kind)
-    else:
-        a, b = numbers(cos, kind), numbers(sin, kind)
-        for i in range(half):
-            other = near(-wide(x[i + half]) * wide(b[i]), kind)
-            out[i] = narrow(near(wide(x[i]) * wide(a[i]), kind) + other, kind)
-        for i in range(half, 2 * half):
-            other = near(wide(x[i - half]) * wide(b[i]), kind)
-            out[i] = narrow(near(wide(x[i]) * wide(a[i]), kind) + other, kind)
-    for i in range(2 * half, dim):
-        out[i] = x[i]
+            b[i] = -given[i + half] * s[i]
+            b[i + half] = given[i] * s[i + half]
+        for i in range(rotated):
+            a[i] *= c[i]
+        if not is_wide:
+            near_all(own, rotated, kind)
+            near_all(other, rotated, kind)
+        for i in range(rotated):
+            a[i] += b[i]
+    narrow_all(own, dim, target, kind)
 
 
 AT_A_TIME = 1024  # Scores that stay in a core's first cache while they are compared

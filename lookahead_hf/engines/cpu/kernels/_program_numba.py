@@ -20,7 +20,7 @@ from numba import types
 
 from lookahead_hf.engines.cpu.kernels import fields as f
 from lookahead_hf.engines.cpu.kernels._attention_numba import attend
-from lookahead_hf.engines.cpu.kernels._elementwise_numba import activate, near, norm, rotate
+from lookahead_hf.engines.cpu.kernels._elementwise_numba import norm, rotate
 from lookahead_hf.engines.cpu.kernels._tiles_numba import (
     ROOM,
     attend_by_tiles,
@@ -29,12 +29,17 @@ from lookahead_hf.engines.cpu.kernels._tiles_numba import (
     pack,
     product_by_tiles,
 )
-from lookahead_hf.engines.cpu.kernels._vectors_numba import product
+from lookahead_hf.engines.cpu.kernels._vectors_numba import (
+    activate,
+    gate,
+    narrow_all,
+    near_all,
+    product,
+)
 from lookahead_hf.engines.cpu.kernels.llvm import (
     float_of,
     longs,
     look,
-    narrow,
     numbers,
     take,
     wide,
@@ -61,9 +66,10 @@ def _normalize(op, token, scratch, kind):
         normed = scratch + size * 4 if adds else target
         norm(source, normed, op[f.WEIGHT], op[f.BIAS], size, epsilon, flavour, kind, scratch)
         if adds:
-            to, new = numbers(target, kind), numbers(normed, kind)
+            to, new, total = numbers(target, kind), numbers(normed, kind), numbers(scratch, _SINGLE)
             for i in range(size):
-                to[i] = narrow(wide(to[i]) + wide(new[i]), kind)
+                total[i] = wide(to[i]) + wide(new[i])
+            narrow_all(scratch, size, target, kind)
 
 
 @jit_inner_numbers
@@ -98,13 +104,25 @@ def _product(w, first, last, size, x, tokens, out, pitch, scratch, room, after, 
 
 
 @jit_inner_numbers
-def _add_bias(sums, tokens, pitch, bias, first, count, kind):
-    """Add the numbers of a bias from `first` on, if there is one, to the sums of each token."""
-    b = numbers(bias + first * width_of(kind), kind)
-    for t in range(tokens if bias else 0):
-        total = numbers(sums + t * pitch * 4, _SINGLE)
+def _add_bias(sums, bias, first, count, kind):
+    """Add the numbers of a bias from `first` on, if there is one, to sums."""
+    if bias:
+        total, b = numbers(sums, _SINGLE), numbers(bias + first * width_of(kind), kind)
         for i in range(count):
             total[i] += wide(b[i])
+
+
+@jit_inner_numbers
+def _add_to(sums, count, target, factor, kind):
+    """Add to sums, rounded and multiplied by a factor, what is at their target."""
+    total, to = numbers(sums, _SINGLE), numbers(target, kind)
+    near_all(sums, count, kind)
+    if factor != _ONE:
+        for i in range(count):
+            total[i] *= factor
+        near_all(sums, count, kind)
+    for i in range(count):
+        total[i] += wide(to[i])
 
 
 @jit_inner_numbers
@@ -117,25 +135,16 @@ def _multiply(op, tokens, piece, scratch, room, after, kind, lanes, tiles):
     w, x = op[f.WEIGHT], op[f.SOURCE]
     after = after if after else w + last * size * width
     _product(w, first, last, size, x, tokens, scratch, pitch, rest, room, after, kind, lanes, tiles)
-    flavour, factor = op[f.FLAVOUR], float_of(op[f.FACTOR])
     slots = longs(longs(op[f.PLAN])[f.SLOTS]) if op[f.MODE] == f.TO_SLOTS else longs(0)
-    _add_bias(scratch, tokens, pitch, op[f.BIAS], first, count, kind)
-    if flavour != f.NO_ACTIVATION:
-        activate(scratch, tokens * pitch, flavour, kind)
     for t in range(tokens):
-        total = numbers(scratch + t * pitch * 4, _SINGLE)
         row = slots[t] if op[f.MODE] == f.TO_SLOTS else t
-        to = numbers(op[f.TARGET] + (row * stride + first) * width, kind)
-        if op[f.MODE] != f.ADD:
-            for i in range(count):
-                to[i] = narrow(total[i], kind)
-        elif factor == _ONE:
-            for i in range(count):
-                to[i] = narrow(wide(to[i]) + near(total[i], kind), kind)
-        else:
-            for i in range(count):
-                added = near(near(total[i], kind) * factor, kind)
-                to[i] = narrow(wide(to[i]) + added, kind)
+        sums, to = scratch + t * pitch * 4, op[f.TARGET] + (row * stride + first) * width
+        _add_bias(sums, op[f.BIAS], first, count, kind)
+        if op[f.FLAVOUR] != f.NO_ACTIVATION:
+            activate(sums, 0, count, op[f.FLAVOUR], kind)
+        if op[f.MODE] == f.ADD:
+            _add_to(sums, count, to, float_of(op[f.FACTOR]), kind)
+        narrow_all(sums, count, to, kind)
 
 
 @jit_inner_numbers
@@ -143,7 +152,7 @@ def _gate(op, tokens, piece, scratch, room, after, kind, lanes, tiles):
     """Multiply a piece of both weights of a gated unit, and gate the one by the other."""
     pitch, size, stride = op[f.PIECE], op[f.SIZE], op[f.OUTPUTS]
     first = piece * pitch
-    count, width, flavour = min(pitch, stride - first), width_of(kind), op[f.FLAVOUR]
+    count, width = min(pitch, stride - first), width_of(kind)
     other, last = scratch + tokens * pitch * 4, first + count
     rest = other + tokens * pitch * 4
     w, w2, x = op[f.WEIGHT], op[f.WEIGHT_2], op[f.SOURCE]
@@ -152,15 +161,12 @@ def _gate(op, tokens, piece, scratch, room, after, kind, lanes, tiles):
         w, first, last, size, x, tokens, scratch, pitch, rest, room, between, kind, lanes, tiles
     )
     _product(w2, first, last, size, x, tokens, other, pitch, rest, room, after, kind, lanes, tiles)
-    _add_bias(scratch, tokens, pitch, op[f.BIAS], first, count, kind)
-    _add_bias(other, tokens, pitch, op[f.BIAS_2], first, count, kind)
-    activate(scratch, tokens * pitch, flavour, kind)
     for t in range(tokens):
-        a = numbers(scratch + t * pitch * 4, _SINGLE)
-        b = numbers(other + t * pitch * 4, _SINGLE)
-        to = numbers(op[f.TARGET] + (t * stride + first) * width, kind)
-        for i in range(count):
-            to[i] = narrow(a[i] * near(b[i], kind), kind)
+        sums, by = scratch + t * pitch * 4, other + t * pitch * 4
+        _add_bias(sums, op[f.BIAS], first, count, kind)
+        _add_bias(by, op[f.BIAS_2], first, count, kind)
+        gate(sums, by, count, op[f.FLAVOUR], kind)
+        narrow_all(sums, count, op[f.TARGET] + (t * stride + first) * width, kind)
 
 
 @jit_inner_numbers

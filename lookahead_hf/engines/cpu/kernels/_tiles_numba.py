@@ -15,14 +15,13 @@ import numpy as np
 from numba.extending import register_jitable
 
 from lookahead_hf.engines.cpu.kernels import fields as f
-from lookahead_hf.engines.cpu.kernels._elementwise_numba import tanh
-from lookahead_hf.engines.cpu.kernels.llvm import float_of, longs, narrow, numbers
+from lookahead_hf.engines.cpu.kernels._vectors_numba import cap_all, narrow_all, weighing
+from lookahead_hf.engines.cpu.kernels.llvm import float_of, longs, numbers
 from lookahead_hf.engines.cpu.kernels.tile_vectors import (
     add_like_tiles,
     interleave,
     pack_tokens,
     store_tile,
-    weigh_and_split,
 )
 from lookahead_hf.engines.cpu.kernels.tiles import (
     STATE,
@@ -186,6 +185,8 @@ MIXED = 4  # Tiles of a value that are summed side by side
 _mix_all, _mix_one = mix_tiles(MIXED), mix_tiles(1)
 _add_all, _add_one, _add_rest = add_like_tiles(MIXED), add_like_tiles(1), add_like_tiles(1, True)
 
+_weigh = weighing(f.TILE, is_split=True)
+
 _SINGLE, _HALF = np.float32(0.0), np.uint16(0)
 
 
@@ -251,12 +252,11 @@ def attend_by_tiles(op, piece, scratch, room, columns, tiles):
         for i in range(length):
             scores[common + i] = scores[tails[tail + i] - begin]
         scale = factor
-        if limit > _SINGLE:
-            scale = np.float32(1.0)
-            for i in range(common + length):
-                scores[i] = limit * tanh(scores[i] * factor / limit)
         a, b, seen = high + q * pitch * 2, low + q * pitch * 2, common + length
-        total = weigh_and_split(scratch + q * pitch * 4, seen, scale, a, b, tiles)
+        if limit > _SINGLE:
+            cap_all(scratch + q * pitch * 4, seen, factor, limit)
+            scale = np.float32(1.0)
+        total = _weigh(scratch + q * pitch * 4, seen, scale, a, b)
         scores[pitch - 1] = np.float32(1.0) / total
     whole = common // STEP * STEP
     interleave(first_value, stride, whole // 2, dim, pairs)
@@ -290,9 +290,9 @@ def attend_by_tiles(op, piece, scratch, room, columns, tiles):
         scale = numbers(scratch + q * pitch * 4, _SINGLE)[pitch - 1]
         out = numbers(to, _SINGLE)
         of_query = at + q // group * by_token + q % group * dim * 2
-        target = numbers(op[f.TARGET] + of_query, _HALF)
         for i in range(dim):
-            target[i] = narrow(out[i] * scale, _HALF)
+            out[i] *= scale
+        narrow_all(to, dim, op[f.TARGET] + of_query, _HALF)
 
 
 @jit_inner_numbers

@@ -108,12 +108,45 @@ def spread(builder: Any, number: Any, kind: Any) -> Any:
 def load_wide(builder: Any, address: Any, offset: Any, kind: Any, rest: Any = None) -> Any:
     """Load a vector of numbers as float32."""
     bits = load_bits(builder, address, offset, bytes_of(kind), LANES, rest)
+    return widened(builder, bits, kind)
+
+
+def widened(builder: Any, bits: Any, kind: Any) -> Any:
+    """Return a vector of numbers, held as their bits, as float32."""
+    lanes = bits.type.count
     if kind == BFLOAT16:
-        wide = vector_of(I32)
-        bits = builder.shl(builder.zext(bits, wide), ir.Constant(wide, [16] * LANES))
+        words = vector_of(I32, lanes)
+        bits = builder.shl(builder.zext(bits, words), all_of(words, 16))
     if kind == FLOAT16:
-        return builder.fpext(builder.bitcast(bits, vector_of(F16)), vector_of(F32))
-    return builder.bitcast(bits, vector_of(F32))
+        return builder.fpext(builder.bitcast(bits, vector_of(F16, lanes)), vector_of(F32, lanes))
+    return builder.bitcast(bits, vector_of(F32, lanes))
+
+
+def narrowed(builder: Any, numbers: Any, kind: Any) -> Any:
+    """Round a vector of float32 numbers to those of a kind, ties to even; return their bits.
+
+    Denormal bfloat16 numbers become zero, as they do where a processor has an instruction for it.
+    """
+    lanes = numbers.type.count
+    words, halves = vector_of(I32, lanes), vector_of(I16, lanes)
+    if kind == FLOAT32:
+        return builder.bitcast(numbers, words)
+    if kind == FLOAT16:
+        return builder.bitcast(builder.fptrunc(numbers, vector_of(F16, lanes)), halves)
+    if HAS_PAIRS and lanes == LANES:
+        kinds = vector_of(BFloat(), lanes), [numbers.type]
+        name = "llvm.x86.avx512bf16.cvtneps2bf16.512"
+        return builder.bitcast(builder.call(declared(builder, *kinds, name), (numbers,)), halves)
+
+    bits = builder.bitcast(numbers, words)
+    odd = builder.and_(builder.lshr(bits, all_of(words, 16)), all_of(words, 1))
+    near = builder.add(builder.add(bits, all_of(words, 0x7FFF)), odd)
+    exponent = builder.and_(bits, all_of(words, 0x7F800000))
+    is_tiny = builder.icmp_unsigned("==", exponent, all_of(words, 0))
+    near = builder.select(is_tiny, builder.and_(bits, all_of(words, 0x80000000)), near)
+    is_nan = builder.fcmp_unordered("uno", numbers, numbers)
+    near = builder.select(is_nan, builder.or_(bits, all_of(words, 0x400000)), near)
+    return builder.trunc(builder.lshr(near, all_of(words, 16)), halves)
 
 
 def load_pairs(builder: Any, address: Any, offset: Any, kind: Any, rest: Any = None) -> Any:
@@ -133,6 +166,52 @@ def add_pairs(builder: Any, a: Any, b: Any, total: Any) -> Any:
     """Add to each lane of `total` the two products of a pair of lanes."""
     kinds, name = [total.type, a.type, b.type], "llvm.x86.avx512bf16.dpbf16ps.512"
     return builder.call(declared(builder, total.type, kinds, name), (total, a, b))
+
+
+def all_of(kind: Any, number: float) -> Any:
+    """Return a constant vector with a number in every lane."""
+    return ir.Constant(kind, [number] * kind.count)
+
+
+def exp_of(builder: Any, x: Any) -> Any:
+    """Return e**x of a vector within two units of the last place; 0 below -87, e**88 above 88."""
+    words = vector_of(I32, x.type.count)
+
+    def number(value: float) -> Any:
+        return all_of(x.type, value)
+
+    is_small = builder.fcmp_ordered("<", x, number(-87.0))
+    x = builder.select(is_small, number(-87.0), x)
+    x = builder.select(builder.fcmp_ordered(">", x, number(88.0)), number(88.0), x)
+    magic = number(12582912.0)  # adding and taking it away leaves a whole number
+    n = builder.fsub(builder.fadd(builder.fmul(x, number(1.44269504)), magic), magic)
+    r = fma(builder, n, number(-0.693359375), x)
+    r = fma(builder, n, number(2.12194440e-4), r)
+    p = number(1.9875691500e-4)
+    terms = (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+    for term in terms:
+        p = fma(builder, p, r, number(term))
+    p = fma(builder, builder.fmul(p, r), r, builder.fadd(r, number(1.0)))
+    whole = builder.add(builder.fptosi(n, words), all_of(words, 127))
+    power = builder.bitcast(builder.shl(whole, all_of(words, 23)), x.type)
+    return builder.select(is_small, number(0.0), builder.fmul(p, power))
+
+
+def tanh_of(builder: Any, x: Any) -> Any:
+    """Return the hyperbolic tangents of a vector."""
+    one, two = all_of(x.type, 1.0), all_of(x.type, 2.0)
+    divisor = builder.fadd(exp_of(builder, builder.fmul(two, x)), one)
+    return builder.fsub(one, builder.fdiv(two, divisor))
+
+
+def folded(builder: Any, vector: Any, fold: Callable[[Any, Any], Any]) -> Any:
+    """Return the result of folding a vector in halves."""
+    size = vector.type.count
+    while size > 1:
+        size //= 2
+        low = shuffle(builder, vector, vector, list(range(size)))
+        vector = fold(low, shuffle(builder, vector, vector, list(range(size, 2 * size))))
+    return builder.extract_element(vector, I32(0))
 
 
 def shuffle(builder: Any, a: Any, b: Any, places: list[int]) -> Any:
@@ -184,14 +263,16 @@ def prefetch(builder: Any, address: Any) -> None:
 
 
 def store_vector(builder: Any, numbers: Any, pointer: Any, rest: Any) -> None:
-    """Store a vector of float32 numbers, or the first `rest` of them."""
+    """Store a vector of numbers, or the first `rest` of them."""
+    lanes, kind = numbers.type.count, numbers.type.element
+    width = 2 if kind == I16 else 4
     if rest is None:
-        builder.store(numbers, pointer, align=4)
+        builder.store(numbers, pointer, align=width)
         return
-    lanes = numbers.type.count
     kinds = [numbers.type, pointer.type, I32, vector_of(ir.IntType(1), lanes)]
-    store = declared(builder, ir.VoidType(), kinds, f"llvm.masked.store.v{lanes}f32.p0")
-    builder.call(store, (numbers, pointer, I32(4), first_lanes(builder, rest, lanes)))
+    name = f"llvm.masked.store.v{lanes}{'f32' if kind == F32 else f'i{8 * width}'}.p0"
+    store = declared(builder, ir.VoidType(), kinds, name)
+    builder.call(store, (numbers, pointer, I32(width), first_lanes(builder, rest, lanes)))
 
 
 @intrinsic
@@ -238,25 +319,6 @@ def wide(typing, number):
 
 
 @intrinsic
-def narrow(typing, number, kind):
-    """Round a float32 number to the nearest one of a kind, ties to even."""
-
-    def generate(context, builder, signature, arguments):
-        number = arguments[0]
-        if kind == FLOAT16:
-            return builder.bitcast(builder.fptrunc(number, F16), I16)
-        if kind != BFLOAT16:
-            return number
-        bits = builder.bitcast(number, I32)
-        odd = builder.and_(builder.lshr(bits, I32(16)), I32(1))
-        near = builder.lshr(builder.add(builder.add(bits, I32(0x7FFF)), odd), I32(16))
-        is_nan = builder.fcmp_unordered("uno", number, number)
-        return builder.trunc(builder.select(is_nan, I32(0x7FC0), near), I16)
-
-    return kind(types.float32, kind), generate
-
-
-@intrinsic
 def take(typing, address):
     """Add one to an int64 that threads share, and return its old value."""
 
@@ -297,17 +359,6 @@ def float_of(typing, bits):
         return builder.bitcast(builder.trunc(arguments[0], I32), F32)
 
     return types.float32(types.int64), generate
-
-
-@intrinsic
-def power_of_two(typing, exponent):
-    """Return 2**n for a whole float32 number n from -126 to 127."""
-
-    def generate(context, builder, signature, arguments):
-        whole = builder.fptosi(arguments[0], I32)
-        return builder.bitcast(builder.shl(builder.add(whole, I32(127)), I32(23)), F32)
-
-    return types.float32(types.float32), generate
 
 
 @intrinsic

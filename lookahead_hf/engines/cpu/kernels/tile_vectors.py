@@ -7,23 +7,20 @@ The sums that vectors add up here have the order of those of tiles.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from lookahead_hf.engines.cpu.kernels.fields import TILE
 from lookahead_hf.engines.cpu.kernels.llvm import (
+    BFLOAT16,
     F32,
     I16,
     I32,
     I64,
-    BFloat,
-    declared,
-    first_lanes,
+    all_of,
     fma,
     in_pieces,
     int64,
@@ -33,21 +30,12 @@ from lookahead_hf.engines.cpu.kernels.llvm import (
     spread,
     store_vector,
     vector_of,
+    widened,
 )
-from lookahead_hf.engines.cpu.kernels.tiles import AMX, STEP
+from lookahead_hf.engines.cpu.kernels.tiles import STEP
 
 SINGLES, WORDS, HALVES = (vector_of(each, TILE) for each in (F32, I32, I16))
 """Vectors of 16 float32 numbers, of their bits, and of bfloat16 numbers."""
-
-
-def _all(kind: Any, number: float) -> Any:
-    return ir.Constant(kind, [number] * TILE)
-
-
-def _widened(builder: Any, halves: Any) -> Any:
-    """Return bfloat16 numbers as float32."""
-    bits = builder.shl(builder.zext(halves, WORDS), _all(WORDS, 16))
-    return builder.bitcast(bits, SINGLES)
 
 
 _UNPACKED = (1, (0, 16, 1, 17), (2, 18, 3, 19)), (2, (0, 1, 16, 17), (2, 3, 18, 19))
@@ -157,112 +145,13 @@ def interleave(typing, v, v_stride, pairs, dim, out):
                     for each in slots
                 )
                 place = builder.add(builder.mul(tile, pairs), pair.index)
-                both = builder.or_(a, builder.shl(b, _all(WORDS, 16)))
+                both = builder.or_(a, builder.shl(b, all_of(WORDS, 16)))
                 builder.store(both, pointer_at(builder, out, place, 64, WORDS), align=4)
 
             in_pieces(builder, dim, TILE, write)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 5), generate
-
-
-def _exp(builder: Any, x: Any) -> Any:
-    """Return e**x for numbers up to 0 of a vector; 0 below -87."""
-
-    def number(value: float) -> Any:
-        return _all(SINGLES, value)
-
-    is_small = builder.fcmp_ordered("<", x, number(-87.0))
-    x = builder.select(is_small, number(-87.0), x)
-    magic = number(12582912.0)  # adding and taking it away leaves a whole number
-    n = builder.fsub(builder.fadd(builder.fmul(x, number(1.44269504)), magic), magic)
-    r = fma(builder, n, number(-0.693359375), x)
-    r = fma(builder, n, number(2.12194440e-4), r)
-    p = number(1.9875691500e-4)
-    terms = (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
-    for term in terms:
-        p = fma(builder, p, r, number(term))
-    p = fma(builder, builder.fmul(p, r), r, builder.fadd(r, number(1.0)))
-    whole = builder.add(builder.fptosi(n, WORDS), _all(WORDS, 127))
-    power = builder.bitcast(builder.shl(whole, _all(WORDS, 23)), SINGLES)
-    return builder.select(is_small, number(0.0), builder.fmul(p, power))
-
-
-def _rounded(builder: Any, numbers: Any, tiles: Any) -> Any:
-    """Round float32 numbers of a vector to bfloat16, ties to even; denormal ones are zero."""
-    if tiles == AMX:
-        kinds = vector_of(BFloat(), TILE), [SINGLES]
-        name = "llvm.x86.avx512bf16.cvtneps2bf16.512"
-        return builder.bitcast(builder.call(declared(builder, *kinds, name), (numbers,)), HALVES)
-    bits = builder.bitcast(numbers, WORDS)
-    odd = builder.and_(builder.lshr(bits, _all(WORDS, 16)), _all(WORDS, 1))
-    up = builder.add(builder.add(bits, _all(WORDS, 0x7FFF)), odd)
-    is_nan = builder.fcmp_unordered("uno", numbers, numbers)
-    exponent = builder.and_(bits, _all(WORDS, 0x7F800000))
-    is_tiny = builder.icmp_unsigned("==", exponent, _all(WORDS, 0))
-    up = builder.select(is_tiny, builder.and_(bits, _all(WORDS, 0x80000000)), up)
-    up = builder.select(is_nan, builder.or_(bits, _all(WORDS, 0x400000)), up)
-    return builder.trunc(builder.lshr(up, _all(WORDS, 16)), HALVES)
-
-
-def _folded(builder: Any, vector: Any, fold: Callable[[Any, Any], Any]) -> Any:
-    """Return the result of folding a vector in halves."""
-    size = TILE
-    while size > 1:
-        size //= 2
-        a = shuffle(builder, vector, vector, list(range(size)))
-        b = shuffle(builder, vector, vector, list(range(size, 2 * size)))
-        vector = fold(a, b)
-    return builder.extract_element(vector, I32(0))
-
-
-@intrinsic
-def weigh_and_split(typing, scores, count, factor, high, low, tiles):
-    """Turn scores into unnormalised weights, two bfloat16 numbers each; return their sum.
-
-    `factor` is above zero. Up to 15 places behind the last weight are set to zero.
-    """
-
-    def generate(context, builder, signature, arguments):
-        scores, count, factor, high, low, _ = arguments
-        lowest = _all(SINGLES, float("-inf"))
-        largest = cgutils.alloca_once_value(builder, lowest)
-        total = cgutils.alloca_once_value(builder, _all(SINGLES, 0.0))
-
-        def larger(a: Any, b: Any) -> Any:
-            return builder.select(builder.fcmp_ordered(">", a, b), a, b)
-
-        def loaded(place: Any, rest: Any) -> Any:
-            numbers = builder.bitcast(load_bits(builder, scores, place, 4, TILE, rest), SINGLES)
-            if rest is None:
-                return numbers
-            return builder.select(first_lanes(builder, rest, TILE), numbers, lowest)
-
-        def compare(tile: Any, rest: Any) -> None:
-            place = builder.mul(tile, int64(TILE))
-            builder.store(larger(loaded(place, rest), builder.load(largest)), largest)
-
-        in_pieces(builder, count, TILE, compare)
-        most = _folded(builder, builder.load(largest), larger)
-        factors = spread(builder, factor, SINGLES)
-        largest_score = spread(builder, builder.fmul(most, factor), SINGLES)
-
-        def weigh(tile: Any, rest: Any) -> None:
-            place = builder.mul(tile, int64(TILE))
-            x = builder.fsub(builder.fmul(loaded(place, rest), factors), largest_score)
-            weights = _exp(builder, x)
-            builder.store(builder.fadd(builder.load(total), weights), total)
-            above = _rounded(builder, weights, tiles)
-            left = builder.fsub(weights, _widened(builder, above))
-            for bits, base in ((above, high), (_rounded(builder, left, tiles), low)):
-                builder.store(bits, pointer_at(builder, base, place, 2, HALVES), align=2)
-
-        in_pieces(builder, count, TILE, weigh)
-        return _folded(builder, builder.load(total), builder.fadd)
-
-    return types.float32(
-        types.int64, types.int64, types.float32, types.int64, types.int64, tiles
-    ), generate
 
 
 def add_like_tiles(num_d: int, is_partial: bool = False) -> Any:
@@ -277,7 +166,7 @@ def add_like_tiles(num_d: int, is_partial: bool = False) -> Any:
         def generate(context, builder, signature, arguments):
             high, low, values, stride, slot, near, listed, count, out, rest = arguments
             sums = [
-                [cgutils.alloca_once_value(builder, _all(SINGLES, 0.0)) for _ in range(num_d)]
+                [cgutils.alloca_once_value(builder, all_of(SINGLES, 0.0)) for _ in range(num_d)]
                 for _ in range(4)
             ]
 
@@ -296,7 +185,7 @@ def add_like_tiles(num_d: int, is_partial: bool = False) -> Any:
                 weights = weight(high, s), weight(low, s)
                 for d in range(num_d):
                     place, part = int64(TILE * d), rest if is_partial else None
-                    v = _widened(builder, load_bits(builder, row, place, 2, TILE, part))
+                    v = widened(builder, load_bits(builder, row, place, 2, TILE, part), BFLOAT16)
                     for chain, each in zip((parity, 2 + parity), weights, strict=True):
                         total = sums[chain][d]
                         builder.store(fma(builder, each, v, builder.load(total)), total)
