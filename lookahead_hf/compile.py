@@ -50,7 +50,6 @@ def _compiled(name: str) -> str | None:
 
 
 def _end_with_parent() -> None:
-    """Wait until the pipe breaks that the parent holds."""
     os.read(0, 1)
     os._exit(1)
 

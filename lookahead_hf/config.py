@@ -124,7 +124,6 @@ class SpeculativeConfig:
         object.__setattr__(self, "options", _checked_options(self.options, named))
 
     def _names(self) -> set[str]:
-        """Return the names of the drafters that a call may build."""
         given = DEFAULT_DRAFTERS if self.drafters is None else self.drafters
         named = {drafter for drafter in given if isinstance(drafter, str)}
         named |= {"prediction", "assistant", "mtp"}  # the call's arguments bring these three

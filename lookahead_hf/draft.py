@@ -290,5 +290,4 @@ def place_in_row(offsets: np.ndarray) -> np.ndarray:
 
 
 def _heads(values: np.ndarray, offsets: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return the first `counts` values of every row."""
     return values[place_in_row(offsets) < np.repeat(counts, np.diff(offsets))]

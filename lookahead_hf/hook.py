@@ -87,7 +87,6 @@ class Hook:
 
 
 def _batching() -> Any:
-    """Return the module that runs continuous batching, imported when it is first called."""
     return optional.load("continuous batching")
 
 
@@ -114,7 +113,6 @@ class BatchMethod:
 
 
 def _class_method(name: str) -> Callable[..., Any]:
-    """Return a replacement for a method of `GenerationMixin`, as of `enable_everywhere`."""
     original = getattr(GenerationMixin, name)
 
     @functools.wraps(original)

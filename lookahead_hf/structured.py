@@ -170,7 +170,6 @@ def _text_of(schema: Any) -> str:
 
 
 def _allows_text(grammar: Any) -> bool:
-    """Return whether a text of a compiled grammar can begin."""
     mask = xgrammar.allocate_token_bitmask(1, grammar.tokenizer_info.vocab_size)
     constrains = xgrammar.GrammarMatcher(grammar).fill_next_token_bitmask(mask)
     return not constrains or bool(mask.any())
@@ -183,7 +182,6 @@ def vocabulary(tokenizer: Any) -> str:
 
 
 def _compiler(tokenizer: Any) -> Any:
-    """Return the compiler of a tokenizer, or of the one that a processor of pictures has."""
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     now = len(tokenizer), tokenizer.eos_token_id  # tokens may be added at any time
     if tokenizer not in _compilers or _compilers[tokenizer][0] != now:

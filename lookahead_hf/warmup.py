@@ -112,8 +112,6 @@ def warm_up(
 def _runner(
     model: Any, num_rows: int, max_new_tokens: int, do_sample: bool, compiled: bool | str
 ) -> Runner:
-    """Build the runner of such calls."""
-
     def takes_flat(reads_prompts: bool) -> bool:
         return (num_rows > 1 or reads_prompts) and admission.model_takes_flat(model)
 

@@ -162,7 +162,6 @@ class BlockLayout:
         return inputs, flat
 
     def _positions(self, row: np.ndarray, columns: np.ndarray) -> np.ndarray:
-        """Return the positions of tokens, given their rows and columns, [tokens] int64 each."""
         beyond = columns - self._cache.num_columns
         positions: np.ndarray = self._next_position.numpy()[row, 0] + beyond
         early = beyond < 0
@@ -196,7 +195,6 @@ class BlockLayout:
         rows: slice = slice(None),
         counts: np.ndarray | None = None,
     ) -> HeldSlots:
-        """Return what rows with so many tokens each hold in the layers of one kind."""
         group = self._cache.slots.groups[kind.name]
         lengths = group.lengths[rows]
         visible = group.visible if counts is None else int((lengths + counts).max())
@@ -223,5 +221,4 @@ def _places_in_read(num_fed: np.ndarray, nodes: np.ndarray, width: int) -> np.nd
 
 
 def _offsets(counts: np.ndarray) -> np.ndarray:
-    """Return where the entries of every row begin and end: [rows] -> [rows + 1]."""
     return np.concatenate([[0], counts.cumsum()])

@@ -156,12 +156,10 @@ def runs_of(counts: np.ndarray, lengths: np.ndarray, may_pad: np.ndarray) -> lis
 
 
 def _num_padded(counts: list[int]) -> int:
-    """Return the padded queries of rows with these numbers of tokens."""
     return max(counts) * len(counts) - sum(counts)
 
 
 def _run(rows: slice, first: int, counts: np.ndarray) -> Run:
-    """Make a run of rows whose tokens begin at `first`."""
     width, tokens = int(counts.max()), slice(first, first + int(counts.sum()))
     if not _num_padded(counts.tolist()):
         return Run(rows, tokens, counts, width)

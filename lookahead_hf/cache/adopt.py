@@ -79,7 +79,6 @@ class AdoptedCache(ColumnCache):
             raise
 
     def _named_layers(self) -> Iterator[tuple[str | None, Any]]:
-        """Yield the layers of the original with the names of their masks."""
         for index, layer in enumerate(self._text.layers):
             yield self._masks[min(index, len(self._masks) - 1)], layer
 

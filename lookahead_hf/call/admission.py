@@ -203,7 +203,6 @@ def _check_states(model: Any) -> None:
 
 
 def _check_trees(model: Any) -> None:
-    """Raise Unserved if the model's drafts have to be chains."""
     has_states = facts_of(model).mixers
     _refuse_if(has_states, _STATEFUL, f"{type(model).__name__} verifies chains alone")
 

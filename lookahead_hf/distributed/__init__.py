@@ -57,7 +57,6 @@ def tensor_group(model: nn.Module) -> distributed.ProcessGroup | None:
 
 
 def _meshes(model: nn.Module) -> list[Any]:
-    """Return the meshes of several processes that parameters are split over."""
     if not is_one_of_several():
         return []
     from torch.distributed.tensor import DTensor

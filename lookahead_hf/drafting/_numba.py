@@ -150,7 +150,6 @@ def _copy_entries(entry, entries, end, out_entries):
 
 @jit_inner
 def _largest_row(row_offsets, entry_offsets):
-    """Return the most nodes and the most entries that one row has over all sources."""
     most_nodes, most_entries = 1, 1
     for row in range(row_offsets.shape[1] - 1):
         nodes, entries = 0, 0

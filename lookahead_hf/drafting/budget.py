@@ -100,7 +100,6 @@ class Budget:
         return np.zeros_like(counts) if overdue >= 0 and measures_plain else taken
 
     def _weights(self) -> np.ndarray:
-        """Return the weight of each row's tokens, [rows]."""
         emitted, live = self._rows.num_emitted, self._rows.live
         if self._num_new is None or live.sum() < 2:
             return np.ones(len(live))

@@ -101,7 +101,6 @@ def _bits(logits: torch.Tensor) -> np.ndarray:
 
 
 def _padded(values: np.ndarray, top_k: int, fill: float) -> np.ndarray:
-    """Widen `values`, [nodes, k], to `top_k` columns."""
     wide = np.full((len(values), top_k), fill, values.dtype)
     wide[:, : values.shape[1]] = values
     return wide

@@ -97,7 +97,6 @@ def likeliest_chain(tree: DraftTree, max_nodes: int | np.ndarray) -> DraftTree:
 def _taken(
     tree: DraftTree, offsets: np.ndarray, order: np.ndarray, parents: np.ndarray
 ) -> DraftTree:
-    """Return the tree of the nodes `order`, [kept], with new parents."""
     return DraftTree(
         offsets,
         tree.token_ids[order],

@@ -62,7 +62,6 @@ def release(sources: Sequence[Drafter]) -> None:
 
 
 def _key(source: Drafter) -> int:
-    """Return the id of the source, or of the caller's object that it wraps."""
     return id(source.wrapped if isinstance(source, UserDrafter) else source)
 
 
@@ -138,7 +137,6 @@ class DraftSession:
 
     @property
     def _goes_on(self) -> bool:
-        """Whether the sources have begun and drafting has not failed."""
         return self._begun and self._guard.works[-1]
 
     def source_stats(self, row: int | None = None) -> dict[str, SourceStats]:

@@ -92,7 +92,6 @@ class Mixer:
 
     @contextmanager
     def _unchanged(self) -> Iterator[list[torch.Tensor]]:
-        """Put the present states back afterwards."""
         states = self._states()
         try:
             yield states
@@ -164,7 +163,6 @@ class ReplayMixer(Mixer):
         self._settle(range(len(self._waiting)))
 
     def _settle(self, rows: Sequence[int]) -> None:
-        """Bring the states of these rows to their last kept tokens."""
         for count in {len(self._waiting[row]) for row in rows} - {0}:
             self._advance([row for row in rows if len(self._waiting[row]) == count], count)
 

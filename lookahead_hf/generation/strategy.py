@@ -163,7 +163,6 @@ def _plain_record(config: SpeculativeConfig, unserved: Unserved) -> SpeculativeS
 
 
 def _attach_stats(model: Any, output: Any, record: SpeculativeStats | None) -> Any:
-    """Attach the statistics to the output and notify the listeners."""
     if record is not None:
         stats.notify(model, record)
     if isinstance(output, ModelOutput):
@@ -262,7 +261,6 @@ class Strategy:
         )
 
     def _add(self, model: Any) -> None:
-        """Publish the sum of all decodings of the call with the model so far."""
         latest = stats.of_this_thread(model)
         if self.record is not None and latest is not None:
             latest = stats.joined(self.record, latest)
@@ -270,7 +268,6 @@ class Strategy:
         self.record = latest
 
     def _request_with(self, model: Any, inputs: torch.Tensor | None) -> Request:
-        """Return the request with the encoder's inputs, [texts, ...], if there is an encoder."""
         if not model.config.is_encoder_decoder or inputs is None:
             return self._request
         if not inputs.is_floating_point() and bool((inputs < 0).any()):

@@ -41,7 +41,6 @@ _MOST_FOR_EIGHT_WARPS = 8192  # Most candidates that eight warps hold in registe
 
 @triton.jit
 def _log_sum(best_ptr, sums_ptr, tiles, TILES: tl.constexpr):
-    """`logsumexp` of a row from its tiles."""
     tile = tl.arange(0, TILES)
     best = tl.load(best_ptr + tile, mask=tile < tiles, other=LOWEST_PACKED)
     top = finite(tl.where(tile < tiles, packed_score(best), float("-inf")))
@@ -53,7 +52,6 @@ def _log_sum(best_ptr, sums_ptr, tiles, TILES: tl.constexpr):
 
 @triton.jit
 def _num_wanted(walk_ptr, num_nodes_ptr, row, width, k, few):
-    """Entries that are wanted of a row of logits."""
     tree, node = row // width, row % width
     walk = walk_ptr + tree * (2 + width)
     end = tl.load(walk + 2 + tl.load(walk))

@@ -249,7 +249,6 @@ def _note(found, num_found, token, level):
 
 @jit_inner
 def _best_rate_of_keys(rates):
-    """Return the highest rate among the matches that each key finds, [keys]."""
     best = np.zeros(NUM_KEYS)
     for bucket in range(len(rates)):
         k = KEY_OF_LEVEL[bucket // (NUM_SHARES * NUM_TOTALS)]
@@ -299,8 +298,6 @@ FILL = 0.75  # How full a hash table may be
 
 @intrinsic
 def _pointer(_, address):
-    """Return an address as the pointer that `carray` takes."""
-
     def generate(context, builder, signature, arguments):
         return builder.inttoptr(arguments[0], cgutils.voidptr_t)
 

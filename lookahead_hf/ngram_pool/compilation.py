@@ -169,7 +169,6 @@ class Functions:
         self._lock, self.child = threading.Lock(), None
 
     def _mark(self, root: Path | None) -> Path:
-        """Return the file that says that everything below a folder is compiled."""
         return Path(_jit().folder_of(root), _jit().key_of(self.name))
 
     def _advance(self, end: float) -> None:

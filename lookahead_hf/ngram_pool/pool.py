@@ -230,7 +230,6 @@ class NgramPool:
         return self._max_tokens // 2
 
     def _room(self) -> int:
-        """Return how many more tokens the index that grows can hold."""
         newer, older = map(self._index.length, range(2))
         return (max(self._half, self._max_tokens - older) if older else self._half) - newer
 
@@ -251,7 +250,6 @@ class NgramPool:
         return np.concatenate([arrays[0] for arrays in map(self._index.filled, (1, 0))])
 
     def _joined(self) -> Arrays:
-        """Return the arrays of a single index of the whole text."""
         held = [row for row in range(2) if self._index.length(row)]
         if len(held) < 2:
             return self._index.filled(held[0] if held else 0)

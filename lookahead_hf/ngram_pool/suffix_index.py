@@ -158,7 +158,6 @@ class SuffixIndexes:
 
 
 def _enlarged(array: np.ndarray, length: int) -> np.ndarray:
-    """Return a copy with room for `length` entries; the new ones are not set."""
     larger = np.empty((length, *array.shape[1:]), array.dtype)
     larger[: len(array)] = array
     return larger

@@ -160,7 +160,6 @@ class Runner:
         return step
 
     def _share(self, num_tokens: int, live: np.ndarray) -> None:
-        """Count the tokens of a padded block."""
         shares = np.linspace(0, num_tokens, int(live.sum()) + 1)
         self.step_tokens[live] += np.diff(shares.astype(np.int64))
 
@@ -252,7 +251,6 @@ class Runner:
         self.keep(np.where(verdict.num_emitted > 0, verdict.num_accepted + 1, 0))
 
     def _close_gaps(self, verdict: Verdict) -> None:
-        """Move the tokens of the accepted paths together in the cache."""
         accepted = verdict.num_accepted
         path = np.tile(np.arange(1 + accepted.max()), (self.num_rows, 1))
         for row, count in enumerate(accepted.tolist()):

@@ -72,7 +72,6 @@ class HostCopy:
 
 
 def _start_copy(data: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """Start a copy to the host; return its target and the event to wait for, if any."""
     host = data.to("cpu", non_blocking=True)  # into pinned memory, which torch allocates itself
     if not data.is_cuda:
         return host, None

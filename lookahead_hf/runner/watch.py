@@ -227,7 +227,6 @@ class Watch:
         return sum(map(len, self._dicts)) - sum(replaced)
 
     def _describe(self) -> list[Any]:
-        """Return how the tensors are laid out in memory."""
         return [list(map(each, self._tensors)) for each in _LAYOUT]
 
     def is_hooked(self) -> bool:

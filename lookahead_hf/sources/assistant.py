@@ -97,7 +97,6 @@ def _left_padded(contexts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray
 
 
 def _decoder_arguments(model: Any, encoder_inputs: EncoderInputs | None) -> dict[str, Any]:
-    """Return the arguments of a decoder that its encoder gives."""
     if encoder_inputs is None:
         raise ValueError("an encoder-decoder model cannot assist a decoder-only model")
     inputs, mask = encoder_inputs
@@ -197,7 +196,6 @@ class AssistantDrafter(Drafter):
             self._model = AssistantModel(self._assistant, contexts, self._encoder_inputs)
 
     def _first_read(self, rows: Rows, row: int) -> np.ndarray:
-        """Return what the assistant reads once and for all; nothing of a text that is too long."""
         text = self._texts[row]
         text.extend(rows.context(row))
         fits = len(text.ids) + self._num_draft <= self._limit
@@ -260,7 +258,6 @@ def _check_model(model: Any) -> None:
 
 
 def _num_draft(model: Any, settings: Mapping[str, Any]) -> int:
-    """Return the tokens to write ahead by generation configs."""
     name, stored = "num_assistant_tokens", getattr(model, "generation_config", None)
     asked = settings.get(name)
     asked = getattr(stored, name, None) if asked is None else asked

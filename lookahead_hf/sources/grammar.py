@@ -88,7 +88,6 @@ class Whitespace:
                 self._note(char)
 
     def _note(self, char: int) -> None:
-        """Read a character outside strings that is no whitespace."""
         if char in _CLOSING:
             self._depth -= 1
         if key := _place(self._last, char):
@@ -236,7 +235,6 @@ class Growth:
         return [(token, CERTAIN) for token in self._probe.forced_tokens(MOST_BYTES)]
 
     def _text(self, before: bytes) -> list[tuple[int, int]]:
-        """Return the usual tokens of the text that follows, with their buckets."""
         text, certain = self._following(before)
         tokens, end = [], 0
         for token in self._encoded(text):

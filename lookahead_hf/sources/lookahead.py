@@ -56,7 +56,6 @@ class Window:
             del known[: -self._num_kept]
 
     def _collect(self, context: np.ndarray, num_new: int) -> None:
-        """Collect the n-grams that end with one of the newest tokens of the text."""
         size = len(self.levels) + 1
         newest = context[max(0, len(context) - num_new - size + 1) :]
         if len(newest) >= size:
@@ -155,7 +154,6 @@ class LookaheadDrafter(Drafter):
 
 
 def _follow(draft: RowDraft, node: int, tokens: tuple[int, ...] | list[int], kind: int) -> int:
-    """Add a chain below a node; return its end."""
     for token in tokens:
         depth = min(draft.depth_below(node), DEPTH_CLASSES)
         node = draft.child(node, token, kind * DEPTH_CLASSES + depth - 1)

@@ -250,7 +250,6 @@ class Noise:
             self._blocks.clear()
 
     def _go_to(self, step: int) -> None:
-        """Bring the private generator to the state in which plain begins `step`."""
         self._replay.back_to(step)
         while self._replay.at < step:
             self._draw()

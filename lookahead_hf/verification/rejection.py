@@ -126,7 +126,6 @@ def _reject(
     parents: torch.Tensor,  # [rows, 1 + nodes]
     num_nodes: torch.Tensor,  # [rows]
 ) -> TreeWalk:
-    """Call `kernels.reject_tree` with random numbers of the default generator."""
     uniforms = torch.rand(drawn_from.shape[:2], device=probs.device)
     noise = torch.empty_like(probs[:, 0]).exponential_()
     return kernels.reject_tree(probs, drawn_from, tokens, parents, num_nodes, uniforms, noise)

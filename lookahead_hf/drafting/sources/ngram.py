@@ -52,7 +52,6 @@ class NgramDrafter(Drafter):
         self._index(rows, [row])
 
     def _index(self, rows: Rows, chosen: Collection[int]) -> None:
-        """Index the texts of some rows, those of their encoders first."""
         assert self._indexes is not None
         texts = [np.empty(0, np.int64)] * rows.num_rows
         for row in chosen:

@@ -97,7 +97,6 @@ class Alignment:
         self.places = places[:MAX_PLACES]
 
     def _alive(self, new: np.ndarray) -> list[Place]:
-        """Return the places that predicted all of the new tokens, moved past them."""
         return [
             Place(place.pointer + len(new), place.origin, place.right + len(new))
             for place in self.places

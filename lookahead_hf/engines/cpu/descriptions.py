@@ -216,7 +216,6 @@ def _projections(program: Program, module: Any) -> list[tuple[Any, range]]:
 
 
 def _turn(program: Program, norm: Any, source: str, target: str, heads: int, **given: int) -> None:
-    """Add the rotation of heads, after their norm."""
     addresses: dict[int, Any] = {fields.SOURCE: source, fields.TARGET: target, fields.PLAN: "plan"}
     if program.is_rotated:
         addresses |= {fields.COS: "cos", fields.SIN: "sin"}

@@ -81,7 +81,6 @@ class CompiledLayers:
         self._watch = Watch.joined([each.program.watch for each in self.layers])
 
     def _add(self, describe: Callable[[Any], Program], module: nn.Module) -> bool:
-        """Add a layer if there are kernels for it; return whether there are."""
         before = self.layers[-1] if self.layers else None
         first = 0 if before is None else before.first + len(before.program.ops)
         try:
@@ -95,7 +94,6 @@ class CompiledLayers:
         return False
 
     def _refuse(self, why: str, count: int = 1) -> None:
-        """Note that layers run their own code."""
         self.refused.add(f"{execution.UNKNOWN}: {why}")
         self.num_refused += count
 
@@ -108,7 +106,6 @@ class CompiledLayers:
         return is_same and not any(map(_is_known, self._unknown))
 
     def _is_same_build(self) -> bool:
-        """Return whether no module has come or gone around the layers."""
         return all(_parts(module()) == parts for module, parts in self._around)
 
     def refusal(self) -> str | None:
@@ -148,7 +145,6 @@ class CompiledLayers:
             del own[compat.CALL]
 
     def _begin(self, context: ForwardContext) -> LayerStep:
-        """Return a step of the layers that now call us."""
         others = sum(own.get(compat.CALL) is not call for own, call in self._calls)
         last = None if others or not self._is_whole() else self.layers[self._num_layers - 1]
         try:
@@ -195,7 +191,6 @@ class _Call:
 
 
 def _decoder(model: nn.Module) -> tuple[Callable[[], Any], list[nn.Module]]:
-    """Return a weak reference to the module that calls the decoder layers, and the layers."""
     for module in model.modules():
         layers = getattr(module, "layers", None)
         if isinstance(layers, nn.ModuleList) and len(layers) and hasattr(layers[0], "self_attn"):
@@ -292,7 +287,6 @@ class CompiledSteps:
         return forward()
 
     def _note(self, by_kernels: int, by_own_code: int) -> None:
-        """Note how many layers of the latest step ran in which way."""
         self.is_used = by_kernels > 0
         self.counts = {execution.COMPILED: by_kernels, execution.MODEL: by_own_code}
 

@@ -119,7 +119,6 @@ class LayerStep:
             raise Broken
 
     def _compute(self) -> None:
-        """Compute the layers that were noted, in one call."""
         if self._pending:
             self._run(self._pending, self._arguments, self._stream)
             self.num_computed += len(self._pending)
@@ -196,7 +195,6 @@ class LayerStep:
         return plan.address, cos.data_ptr(), sin.data_ptr(), cos.shape[-1], is_wide
 
     def _linear(self, layer: CompiledLayer, x: torch.Tensor) -> torch.Tensor:
-        """Compute a lone linear layer."""
         out = x.new_empty(*x.shape[:-1], layer.program.outputs)
         self._run([layer], [(x.data_ptr(), out.data_ptr(), *_NOTHING[2:])], x)
         if layer.is_trusted is None:
@@ -263,7 +261,6 @@ def _refusal(layer: CompiledLayer, x: Any) -> str | None:
 
 
 def _angles(given: Any, x: torch.Tensor, head_dim: int) -> list[torch.Tensor] | None:
-    """Return the cosines and sines of all tokens, [tokens, rotated] each."""
     if not isinstance(given, tuple) or len(given) != 2:
         return None
     cos, sin = given

@@ -140,7 +140,6 @@ class Workspace:
         return 2 * max(num_tokens * piece, vector) + fields.SIDE_BY_SIDE * vector + 64
 
     def _launch(self, layers: Sequence[CompiledLayer], num_tokens: int, floats: int) -> None:
-        """Carry out the operations of layers, whose addresses are filled in."""
         count = sum(len(layer.program.ops) for layer in layers)
         self._runners[layers[0].program.dtype].run(layers[0].first, count, num_tokens, floats)
 

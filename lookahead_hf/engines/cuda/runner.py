@@ -171,7 +171,6 @@ class CudaRunner(Runner):
 
     @property
     def _creates(self) -> bool:
-        """Whether the call is worth graphs of its own."""
         if self._wanted == "auto":
             return self._room >= graphs.WORTHWHILE
         return bool(self._wanted)
@@ -245,7 +244,6 @@ class CudaRunner(Runner):
 
     @property
     def _widths(self) -> tuple[int, ...]:
-        """Tokens per row of the blocks that are captured."""
         return graphs.widths_for(self.num_rows)
 
     @property

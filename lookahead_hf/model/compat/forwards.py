@@ -285,7 +285,6 @@ def is_computed(table: nn.Module) -> bool:
 
 
 def _grows(table: nn.Module) -> bool:
-    """Return whether a computed table becomes longer on demand."""
     return hasattr(table, "make_weights")
 
 
@@ -352,7 +351,6 @@ def reads_lengths(model: nn.Module) -> bool:
 
 
 def _rope_types(model: nn.Module) -> set[str]:
-    """Return the rope types that the model's modules use."""
     found = (vars(module).get("rope_type") for module in model.modules())
     each = (kind.values() if isinstance(kind, dict) else [kind] for kind in found if kind)
     return {kind for kinds in each for kind in kinds}

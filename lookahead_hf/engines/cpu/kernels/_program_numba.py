@@ -57,7 +57,6 @@ _ONE = np.float32(1.0)
 
 @jit_inner_numbers
 def _normalize(op, token, scratch, kind):
-    """Carry out a norm for one token."""
     size, epsilon, flavour = op[f.SIZE], float_of(op[f.EPSILON]), op[f.FLAVOUR]
     length, adds = size * width_of(kind), op[f.MODE] == f.ADD
     for head in range(op[f.HEADS]):
@@ -105,7 +104,6 @@ def _product(w, first, last, size, x, tokens, out, pitch, scratch, room, after, 
 
 @jit_inner_numbers
 def _add_bias(sums, bias, first, count, kind):
-    """Add the numbers of a bias from `first` on, if there is one, to sums."""
     if bias:
         total, b = numbers(sums, _SINGLE), numbers(bias + first * width_of(kind), kind)
         for i in range(count):
@@ -171,7 +169,6 @@ def _gate(op, tokens, piece, scratch, room, after, kind, lanes, tiles):
 
 @jit_inner_numbers
 def _num_pieces(op, tokens, lanes):
-    """Return the number of pieces of an operation."""
     kind = op[f.KIND]
     if kind in (f.LINEAR, f.GATED):
         return (op[f.OUTPUTS] + op[f.PIECE] - 1) // op[f.PIECE]
@@ -182,7 +179,6 @@ def _num_pieces(op, tokens, lanes):
 
 @jit_inner_numbers
 def _carry_out(op, tokens, piece, scratch, room, after, kind, lanes, tiles):
-    """Carry out a piece of an operation."""
     if op[f.KIND] == f.LINEAR:
         _multiply(op, tokens, piece, scratch, room, after, kind, lanes, tiles)
     elif op[f.KIND] == f.GATED:
@@ -200,7 +196,6 @@ def _carry_out(op, tokens, piece, scratch, room, after, kind, lanes, tiles):
 
 @jit_inner_numbers
 def _wait(address, count):
-    """Wait until a counter that threads share reaches `count`."""
     looks = 0
     while look(address) < count:
         looks += 1
@@ -211,7 +206,6 @@ def _wait(address, count):
 
 @jit_inner_numbers
 def _op(job, number):
-    """Return the fields of an operation."""
     return longs(job[f.FIRST_OP] + number * f.OP_FIELDS * 8)
 
 

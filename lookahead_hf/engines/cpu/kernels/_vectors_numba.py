@@ -170,7 +170,6 @@ def dots(num_rows: int, counts: Sequence[int], lines: int = 0) -> Any:
 
 
 def _write_totals(builder: Any, sums: list[Any], num_rows: int, out: Any, out_stride: Any) -> None:
-    """Store the totals of sums, `num_rows` for every token."""
     num_tokens, each = len(sums) // num_rows, LANES // num_rows  # tokens that fill a vector
     zero = ir.Constant(vector_of(F32), [0.0] * LANES)
     for first in range(0, num_tokens, each):
@@ -418,7 +417,6 @@ def rows_by_tokens(w, w_stride, x, x_stride, size, count, out, out_stride, kind)
 
 @jit_inner_numbers
 def _only_block(w, x, size, count, out, out_stride, ahead, kind):
-    """Multiply ROWS rows by all tokens, and ask memory for the next rows."""
     _only(w, size, x, size, size, count, out, out_stride, ahead, kind)
 
 
@@ -430,7 +428,6 @@ def _half_block(w, x, size, count, out, out_stride, ahead, kind):
 
 @jit_inner_numbers
 def _small_block(w, x, size, count, out, out_stride, ahead, kind):
-    """Multiply by one of more blocks."""
     _least(w, size, x, size, size, count, out, out_stride, ahead, kind)
 
 
@@ -474,8 +471,6 @@ def near_all(typing, x, count, kind):
 
 
 def _activated(builder: Any, x: Any, flavour: int) -> Any:
-    """Return the activations of a vector of float32 numbers."""
-
     def number(value: float) -> Any:
         return all_of(x.type, value)
 

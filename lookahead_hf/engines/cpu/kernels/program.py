@@ -182,7 +182,6 @@ class JobRunner:
 
 
 def _entry_of(name: str) -> int:
-    """Return the address of the function that runs jobs, by the name of its group."""
     return int(functions().ENTRIES[name].address)
 
 

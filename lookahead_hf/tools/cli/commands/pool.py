@@ -107,7 +107,6 @@ def _texts(file: Path, field: str) -> Iterator[str]:
 @command("info", _EXAMPLES)
 @click.argument("file", type=_FILE)
 def _info(arguments: SimpleNamespace, screen: Screen) -> None:
-    """Compare the checksum of a pool, and print what it holds."""
     from lookahead_hf.ngram_pool import NgramPool
 
     _show(NgramPool.load(arguments.file, verifies=True), arguments.file, screen)

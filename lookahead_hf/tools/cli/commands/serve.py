@@ -31,7 +31,6 @@ whose --help explains them.
 
 
 def _limits(command: Callable[..., None]) -> Callable[..., None]:
-    """Add an option for each of the limits."""
     for each in reversed(dataclasses.fields(Limits)):
         is_whole = isinstance(each.default, int) or each.default is None
         command = click.option(
