@@ -180,9 +180,10 @@ def _batch(
     ids, usual = [], {"max_new_tokens": max_new_tokens, "record_timestamps": record_timestamps}
     for number, each in enumerate(requests):
         own = {"request_id": f"req_{number}", **usual, **each}
+        group = own.pop("group", None)
         state = request_state(num_children=siblings - 1, **own)
         ids += text_ids(state)
-        engine.add(state)
+        engine.add(state, group)
     if len({*ids}) < len(ids):
         raise ValueError("two requests have the same request_id: leave it out, or give others")
     found = dict[str, GenerationOutput]()

@@ -188,8 +188,8 @@ SETTINGS = _object(
         **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), _number(float, 0, 1)),
         **dict.fromkeys(("length_penalty", "guidance_scale"), _number(float, -10, 10)),
         **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"), _list(_TOKEN)),
-        **dict.fromkeys(("eos_token_id", "pad_token_id", "bos_token_id"), _TOKENS),
-        **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id"), _TOKENS),
+        **dict.fromkeys(("eos_token_id", "forced_eos_token_id"), _TOKENS),
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "forced_bos_token_id"), _TOKEN),
         **dict.fromkeys(("do_sample", "renormalize_logits", "remove_invalid_values"), bool),
         "early_stopping": _any(bool, Literal["never"]),
         "exponential_decay_length_penalty": _pair(_number(int, 0), _number(float, 0.01, 10)),
@@ -252,7 +252,8 @@ _ITEM = _any(
         custom_error_message="give an object with a role, or with a known type",
     ),
 )
-_FUNCTION = {"name": str, "parameters": dict[str, Any]}
+_TOOL_NAME = Annotated[str, Field(pattern=r'^[^"\\\x00-\x1f]+$')]  # as it stands in JSON
+_FUNCTION = {"name": _TOOL_NAME, "parameters": dict[str, Any], "type": Literal["function"]}
 _ANY_SCHEMA = Annotated[dict[str, Any] | bool, Field(alias="schema")]
 _FORMAT = _any(
     *(_object({}, type=Literal[name]) for name in ("text", "json_object")),
@@ -311,7 +312,7 @@ def check_fields(path: str, body: dict[str, Any], only_model: str, reach: Reach 
     _check(SCHEMAS[path], body, reach)
     check_model(body.get("model"), only_model)
     prompts = body["prompt"] if isinstance(body.get("prompt"), list) else [body.get("prompt")]
-    names = "messages", "input", "instructions", "tools"
+    names = "messages", "input", "instructions", "tools", "chat_template_kwargs"
     for each in ([*map(body.get, names)], body.get("prediction"), *prompts):
         reach.check(_joined(each))
     if path == CHAT and body.get("top_logprobs") and not body.get("logprobs"):
@@ -320,6 +321,8 @@ def check_fields(path: str, body: dict[str, Any], only_model: str, reach: Reach 
         body["logit_bias"][token] = float(value)  # as transformers takes it
     if body.get("tool_choice") == "none":
         body.pop("tools", None)
+    if body.get("tools") and body.get("tool_choice") in (None, "auto") and not reach.shows_tools:
+        raise ValueError("the chat template shows no tools: leave them out, or require a call")
     if path == RESPONSES and body.get("stream") is None:
         body["stream"] = False  # transformers' server would stream
 
@@ -423,7 +426,7 @@ def take_request(
     return ServedRequest(
         speculative=allowed(asked, config, pools),
         prediction=prediction,
-        samples=given is None and temperature != 0 and samples,
+        samples=settings.get("do_sample") is None and temperature != 0 and samples,
         media=kind,
         length=next(lengths, None) if given is None else "generation_config",
         seed=body.pop("seed", None),
