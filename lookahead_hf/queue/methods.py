@@ -13,7 +13,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
 from transformers import ContinuousBatchingConfig
 from transformers.utils.logging import tqdm
 
@@ -26,6 +25,7 @@ from lookahead_hf.queue.manager import SpeculativeBatchingManager
 from lookahead_hf.queue.request import OBJECTS, RequestBuilder, request_state, text_ids
 from lookahead_hf.queue.scheduler import Engine
 from lookahead_hf.queue.session import decode
+from lookahead_hf.verification.noise import fresh_seed
 
 _logger = logging.getLogger(__name__)
 
@@ -241,7 +241,7 @@ def engine_of(
     request = Request(config, tokenizer=asked.tokenizer)
     builder = RequestBuilder(model.eval(), generation, request, batching.return_logprobs)
     builder.check()
-    seed = int(torch.randint(2**31, ())) if batching.seed is None else batching.seed
+    seed = fresh_seed() if batching.seed is None else batching.seed
     return Engine(builder, slots, most, seed), batching
 
 

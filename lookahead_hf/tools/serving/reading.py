@@ -20,10 +20,7 @@ async def read(threads: Executor, work: Callable[..., Any], *args: Any) -> Any:
 
 
 def reading(threads: Executor, handle: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of transformers' server that handles a request, in a thread at first.
-
-    There it goes on until it waits for the model, and so beyond the tokenizer.
-    """
+    """Return a handler of transformers' server that runs in a thread until it awaits the model."""
 
     async def read_and_handle(body: dict[str, Any], request_id: str) -> Any:
         request, loop = current.get() or ServedRequest(), asyncio.get_running_loop()

@@ -62,7 +62,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "max_tokens": (0, -1, 2**40, 1e3, True),
     "temperature": (-1, 1e300, 1e-40, "1"),
     "chat_template_kwargs": ({"tools": "a.png"}, {"images": "a.png"}, {"x": "x" * 10**5}),
-    "tools": ([{"function": {"name": 5}}], [{"type": "custom"}], [{"name": 'a"b'}]),
+    "tools": (["b"], [{"function": {"name": 5}}], [{"type": "custom"}], [{"name": 'a"b'}]),
     "model": (5,),
     "logprobs": (3,),
     "seed": (1.5,),
