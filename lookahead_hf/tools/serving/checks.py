@@ -176,7 +176,7 @@ _OF_TEMPLATES = frozenset(
 
 _NAME = Annotated[str, Field(min_length=1)]
 _TOKEN: Any = Annotated[_number(int, 0), AfterValidator(_known)]
-_TOKENS, _TEXTS = _any(_TOKEN, _list(_TOKEN)), _any(_NAME, _list(_NAME, 1, 32))
+_TOKENS, _TEXTS = _any(_TOKEN, _list(_TOKEN, 1)), _any(_NAME, _list(_NAME, 1, 32))
 
 SETTINGS = _object(
     {
@@ -203,6 +203,7 @@ SETTINGS = _object(
     extra="forbid",
 )
 """Fields of `generation_config`."""
+_FLOATS = "temperature", "repetition_penalty"  # What transformers takes as no whole number
 
 _SENT = Annotated[str, Field(pattern="^data:")]
 """The content of a picture or film: the server opens no other address and no file."""
@@ -414,8 +415,10 @@ def take_request(
     samples = temperature is not None or (top_p is not None and top_p < 1)
     lengths = (name for name in _LENGTHS if body.get(name) is not None)
     settings = json.loads(given or "{}")
-    of_one = ("num_beams", "guidance_scale")
-    is_alone = any(settings.get(each, 1) not in (None, 1) for each in of_one)
+    settings |= {key: float(of) for key, of in settings.items() if of and key.endswith(_FLOATS)}
+    if given is not None:
+        body["generation_config"] = json.dumps(settings)
+    is_alone = any(settings.get(key, 1) not in (None, 1) for key in ("num_beams", "guidance_scale"))
     log_probs, num_top = body.pop("logprobs", None), body.pop("top_logprobs", None)
     if isinstance(log_probs, bool):
         log_probs = num_top or 0 if log_probs else None

@@ -162,8 +162,7 @@ class Running:
             if not request.is_cancelled:
                 work()
 
-        threads = self._compilers if trials.knows(task) else self._trials
-        return threads.submit(compile_first)
+        return (self._compilers if trials.knows(task) else self._trials).submit(compile_first)
 
 
 class Alone(GenerateManager):

@@ -116,7 +116,8 @@ def test_a_temperature_samples_where_the_model_is_greedy_by_default(served: Serv
     greedy = served.text()
     texts = {served.text(temperature=1.5, seed=seed) for seed in (1, 2, 3)}
     assert len(texts) == 3 and greedy not in texts
-    assert served.text(temperature=1.5, seed=1, extra_body={"generation_config": "{}"}) in texts
+    whole = {"generation_config": '{"repetition_penalty": 1}'}  # a number as JavaScript writes it
+    assert served.text(temperature=1.5, seed=1, extra_body=whole) in texts
     assert served.text(temperature=None) == served.text(temperature=0, top_p=0.5) == greedy
 
 

@@ -49,7 +49,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "suppress_tokens": ("x", [5] * 1025),
     "begin_suppress_tokens": (5,),
     "bad_words_ids": ([[]], [[5]] * 257),
-    **{"eos_token_id": ([None], 10**6), "pad_token_id": ([1, 2],)},
+    **{"eos_token_id": ([None], [], 10**6), "pad_token_id": ([1, 2],)},
     "forced_eos_token_id": (10**6,),
     "num_beams": (1000,),
     "exponential_decay_length_penalty": ([1, "x"], [1, 1e300]),
@@ -321,8 +321,7 @@ def test_what_compiles_too_slowly_is_refused_for_a_while(monkeypatch: pytest.Mon
         told, task = structured.vocabulary(grammars.tokenizer()), {"schema": '{"type": "integer"}'}
         leaves = iter([False, True])
         assert not own.run(told, task, lambda: next(leaves), 30)
-        assert own._process is not None  # it was started for the next client, too
-        assert own._process.poll() is None
+        assert own._process is not None and own._process.poll() is None  # for the next client
         slow = nested(800)["response_format"]["json_schema"]["schema"]
         with pytest.raises(ValueError, match=r"takes longer than 0\.3 seconds"):
             own.run(told, {"schema": json.dumps(slow)}, lambda: False, 0.3)
