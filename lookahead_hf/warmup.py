@@ -168,7 +168,6 @@ def _measure(runner: Runner, context_length: int, most_nodes: int, end: float) -
 
 
 def _time_step(runner: Runner, rows: Rows, token: int, num_nodes: int) -> float:
-    """Return the seconds of a step that verifies a chain in every row and keeps nothing."""
     draft = DraftTree.from_chains([[[token] * num_nodes]] * rows.num_rows)
     start = time.perf_counter()
     step = runner.launch(rows, draft)

@@ -172,7 +172,6 @@ def wanted(
 def _by_name(
     signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return arguments by parameter name; those of a bare `*args` by transformers' names."""
     bound = signature.bind(*args, **kwargs).arguments
     named: dict[str, Any] = {}
     for name, value in bound.items():
@@ -218,7 +217,6 @@ def read_prediction(prediction: Any, tokenizer: Any = None) -> list[np.ndarray]:
 
 
 def _row_of_ids(row: Any, tokenizer: Any) -> np.ndarray:
-    """Return a row of a prediction as ids, [length] int64."""
     given = _tokenize(row, tokenizer) if isinstance(row, str) else row
     try:
         ids = np.asarray(given.detach().cpu() if isinstance(given, torch.Tensor) else given)

@@ -139,7 +139,6 @@ def _table_size(num_nodes):
 
 @jit_inner
 def _copy_entries(entry, entries, end, out_entries):
-    """Write a node's list of entries from `end` on; return its new end."""
     while entry >= 0:
         out_entries[0, end] = entries[ENTRY_SOURCE, entry]
         out_entries[1, end] = entries[ENTRY_BUCKET, entry]
@@ -280,7 +279,6 @@ def _take_likeliest(count, nodes, reach, heap, max_nodes):
 
 @jit_inner
 def _link_children(parents, first_child, next_sibling):
-    """Fill the lists of children in the order of the nodes; return the root's first child."""
     roots = -1
     first_child[: len(parents)] = -1
     for node in range(len(parents) - 1, -1, -1):

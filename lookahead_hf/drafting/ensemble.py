@@ -221,7 +221,6 @@ class Ensemble:
         return self._merged
 
     def _refining(self) -> tuple[int, Callable[..., DraftTree]] | None:
-        """Return the source that refines the draft of all others in this step, and how."""
         for index in np.flatnonzero(self.backoff.asked).tolist():
             source = self._sources[index]
             if isinstance(source, Refiner) and source.refines and self.guard.works[index]:

@@ -167,7 +167,6 @@ class ReplayMixer(Mixer):
             self._advance([row for row in rows if len(self._waiting[row]) == count], count)
 
     def _advance(self, rows: list[int], count: int) -> None:
-        """Move the states of rows over the first `count` waiting tokens of each."""
         index = torch.tensor(rows)
         with self._unchanged() as states:
             self._set([state[index] for state in states])

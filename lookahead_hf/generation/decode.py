@@ -29,8 +29,8 @@ from lookahead_hf.runner.host import StepOptions, choose
 from lookahead_hf.runner.patched import patched
 from lookahead_hf.runner.processes import Processes, coordinator
 from lookahead_hf.verification import select
-from lookahead_hf.verification.lockstep import Lockstep
 from lookahead_hf.verification.select import DEVICE, choose_verifier
+from lookahead_hf.verification.walk import Lockstep
 
 
 def assemble(call: PreparedCall) -> BatchSession:

@@ -61,7 +61,6 @@ def _num_wanted(walk_ptr, num_nodes_ptr, row, width, k, few):
 
 @triton.jit
 def _greatest(keys, count, K: tl.constexpr):
-    """The `count` greatest keys of a block, the greatest first; the lowest key fills the rest."""
     rank = tl.arange(0, K)
     greatest = tl.full([K], LOWEST_PACKED, tl.int64)
     taken = count * 0

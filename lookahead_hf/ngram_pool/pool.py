@@ -259,7 +259,6 @@ class NgramPool:
         return joined.filled(0)
 
     def _metadata(self, arrays: Arrays) -> dict[str, str]:
-        """Return what a file says of the pool, with the SHA-256 of that and of the arrays."""
         text, _, heads = arrays
         values = {
             "max_tokens": self._max_tokens,

@@ -151,7 +151,6 @@ class SuffixIndexes:
         self._set(row, text, links, heads)
 
     def _set(self, row: int, text: np.ndarray, links: np.ndarray, heads: np.ndarray) -> None:
-        """Keep the arrays of a row, and write their addresses and sizes into its state."""
         self._arrays[row] = arrays = text, links, heads
         addresses = [array.ctypes.data for array in arrays]
         self._states[row, :5] = *addresses, len(text), len(heads)

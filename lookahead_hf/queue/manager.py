@@ -103,6 +103,8 @@ class SpeculativeBatchingManager:
 
     def start(self) -> None:
         """Start decoding in a new thread, in the inference mode of the caller."""
+        if self._stop == HAS_ENDED:  # as its results say before its thread has ended
+            self.join()
         if self.is_running():
             _logger.warning("the manager is running already")
             return

@@ -13,7 +13,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
 from transformers import ContinuousBatchingConfig
 from transformers.utils.logging import tqdm
 
@@ -26,6 +25,7 @@ from lookahead_hf.queue.manager import SpeculativeBatchingManager
 from lookahead_hf.queue.request import OBJECTS, RequestBuilder, request_state, text_ids
 from lookahead_hf.queue.scheduler import Engine
 from lookahead_hf.queue.session import decode
+from lookahead_hf.verification.noise import fresh_seed
 
 _logger = logging.getLogger(__name__)
 
@@ -180,9 +180,10 @@ def _batch(
     ids, usual = [], {"max_new_tokens": max_new_tokens, "record_timestamps": record_timestamps}
     for number, each in enumerate(requests):
         own = {"request_id": f"req_{number}", **usual, **each}
+        group = own.pop("group", None)
         state = request_state(num_children=siblings - 1, **own)
         ids += text_ids(state)
-        engine.add(state)
+        engine.add(state, group)
     if len({*ids}) < len(ids):
         raise ValueError("two requests have the same request_id: leave it out, or give others")
     found = dict[str, GenerationOutput]()
@@ -240,7 +241,7 @@ def engine_of(
     request = Request(config, tokenizer=asked.tokenizer)
     builder = RequestBuilder(model.eval(), generation, request, batching.return_logprobs)
     builder.check()
-    seed = int(torch.randint(2**31, ())) if batching.seed is None else batching.seed
+    seed = fresh_seed() if batching.seed is None else batching.seed
     return Engine(builder, slots, most, seed), batching
 
 

@@ -136,8 +136,7 @@ class QueuedRequest:
     names: frozenset[str] = frozenset()  # ids that cancel it: its own and that of its request
     objects: frozenset[int] = frozenset()  # see `own_objects`
     is_cancelled: bool = False  # whether nobody wants it any more
-    # How many of the likeliest tokens in every place have a log probability beside the chosen one;
-    # None if no token has.
+    # How many of the likeliest tokens have log probabilities, too; None if no token has
     num_top: int | None = None
     error: BaseException | None = None  # what it failed by, unless the whole run has failed
     call: PreparedCall | None = None
@@ -312,15 +311,16 @@ class RequestBuilder:
         return self._prepared(QueuedRequest(RequestState("trial", [0], **own), 0))
 
 
+def ending(on_token: Callable[[], bool]) -> Callable[..., torch.Tensor]:
+    """Return a criterion; `on_token`, called after each token, says whether to end all texts."""
+    return lambda ids, scores, **given: torch.full((len(ids),), on_token(), device=ids.device)
+
+
 def write_alone(
     model: Any, settings: dict[str, Any], seed: int, on_token: Callable[[], bool]
 ) -> list[int]:
     """Return the new tokens of a request; `on_token`, called after each, says whether to stop."""
-
-    def given_up(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.full((len(input_ids),), on_token(), device=input_ids.device)
-
-    criteria = [*(settings.get("stopping_criteria") or ()), given_up]
+    criteria = [*(settings.get("stopping_criteria") or ()), ending(on_token)]
     given = {**settings, "stopping_criteria": StoppingCriteriaList(criteria)}
     given["generation_config"].return_dict_in_generate = False
     with OwnGenerators(model.device, seed).in_place():

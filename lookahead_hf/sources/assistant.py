@@ -86,7 +86,6 @@ class AssistantModel:
 
 
 def _left_padded(contexts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return token ids and whether they are attended, [rows, longest] each."""
     width = max(map(len, contexts))
     ids = np.zeros((len(contexts), width), np.int64)
     attended = np.zeros((len(contexts), width), bool)

@@ -247,7 +247,6 @@ class Growth:
         return [] if self._vocabulary is None else self._vocabulary.encode(text)
 
     def _following(self, before: bytes) -> tuple[bytes, int]:
-        """Return the text that follows, with usual whitespace, and its number of certain bytes."""
         probe, text, certain, is_certain, moved = self._probe, b"", 0, True, 0
         while self._vocabulary is not None and len(text) < MOST_BYTES and not probe.grammar.ended():
             piece = probe.forced_text(MOST_BYTES - len(text))

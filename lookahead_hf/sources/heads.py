@@ -91,7 +91,6 @@ class HeadsDrafter(Drafter):
         return self._tree(rows, logits)
 
     def _unread(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the columns to read, moved to the right, and their places in the states."""
         if not self._columns:
             return np.zeros((0, 0), np.int64), np.zeros((0, 0), np.int64)
         columns = np.concatenate(self._columns, 1)
@@ -353,7 +352,6 @@ def _heads_of(tensors: dict[str, torch.Tensor], vocab_size: int, hidden: int) ->
 
 
 def _gather(states: torch.Tensor, places: np.ndarray) -> torch.Tensor:
-    """Copy the hidden states at `places`, [rows, count] int64, without waiting for the device."""
     return states.take_along_dim(_on_device(places, states.device)[..., None], 1)
 
 
@@ -370,7 +368,6 @@ class KeptLayers(dict[str, tuple[Any, Any]]):
 
 
 def _kept(target: Any, name: str, key: tuple[Any, ...], load: Callable[[], Any]) -> Any:
-    """Return a drafter's layers that are kept with a model, loaded again if the key has changed."""
     with state_of(target).lock:
         found = kept(target, KeptLayers)
         if name not in found or found[name][0] != key:

@@ -103,7 +103,6 @@ def check_sizes(target_size: int, assistant_size: int) -> None:
 
 
 def _split_text(tokenizer: Any, ids: list[int], first: int) -> tuple[str, str]:
-    """Return the text of some tokens before `first`, and what those from there on add to it."""
     start = max(0, first - KEPT)
     known, whole = (
         tokenizer.decode(part, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -112,14 +112,18 @@ class Replay:
 _taken = threading.RLock()  # Held while the default generators have a text's state
 
 
-def _renew_lock() -> None:
-    """Replace the lock, which nobody would release in a forked process."""
-    global _taken
-    _taken = threading.RLock()
+if hasattr(os, "register_at_fork"):  # nobody would release the lock in a forked process
+    os.register_at_fork(after_in_child=lambda: globals().update(_taken=threading.RLock()))
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_lock)
+def fresh_seed() -> int:
+    """Return a seed, from the default generator unless a text of another thread has it."""
+    if not _taken.acquire(blocking=False):
+        return int.from_bytes(os.urandom(3), "little")
+    try:
+        return int(torch.randint(2**31, ()))
+    finally:
+        _taken.release()
 
 
 class OwnGenerators:
@@ -152,7 +156,6 @@ class OwnGenerators:
                 self._states = [torch.get_rng_state(), *of_devices]
 
     def _put(self) -> None:
-        """Set the default generators to the text's latest state."""
         if not self._states:
             (torch.default_generator if self._on_cpu else torch.random).manual_seed(self._seed)
             return

@@ -52,7 +52,6 @@ def rejecting(rules: Rules) -> DecideStep:
 def _node_by_node(
     rules: Rules, rows: Rows, draft: DraftTree, logits: torch.Tensor, row: int
 ) -> Decide:
-    """Return how a row decides at each node that it reaches."""
     nodes = draft.row(row)
     parents, drafted = draft.parents[nodes], draft.token_ids[nodes]
 
@@ -89,7 +88,6 @@ def _at_once(draft: DraftTree, probs: torch.Tensor) -> Callable[[int], Decide]:
 
 
 def _upload(*arrays: np.ndarray, device: torch.device) -> list[torch.Tensor]:
-    """Copy integers to a device as int64, together and without waiting."""
     packed = np.concatenate([array.ravel() for array in arrays], dtype=np.int64)
     there = pinned(packed, device).to(device, non_blocking=True)
     parts = there.split([array.size for array in arrays])

@@ -13,11 +13,10 @@ from lookahead_hf.rows import Rows
 from lookahead_hf.runner.outputs import Scores, Scoring
 from lookahead_hf.runner.processes import Processes
 from lookahead_hf.verification import node_processors
-from lookahead_hf.verification.lockstep import Lockstep
 from lookahead_hf.verification.node_processors import NodeProcessors
 from lookahead_hf.verification.noise import OwnGenerators, same_as_multinomial
 from lookahead_hf.verification.rejection import rejecting
-from lookahead_hf.verification.walk import Rules, Verifier, Walk, following, on_host
+from lookahead_hf.verification.walk import Lockstep, Rules, Verifier, Walk, following, on_host
 
 DEVICE = "device"  # The engine whose walks read the paths that the device has accepted
 

@@ -81,7 +81,7 @@ def test_requests_with_settings_of_their_own(model: Any) -> None:
     word = characters.decode(alone(model, texts[3], config)[6:7])
     own: list[dict[str, Any]] = [
         {},
-        {"max_new_tokens": 5, "request_id": "short"},
+        {"max_new_tokens": 5, "request_id": "short", "group": None},
         {"do_sample": True, "temperature": 0.7, "top_k": 0, "seed": 31},
         {"stop_strings": [word], "repetition_penalty": 1.1, "top_logprobs": 2},
         {"stopping_criteria": [requests.Breaks(0)]},
@@ -90,10 +90,10 @@ def test_requests_with_settings_of_their_own(model: Any) -> None:
     batch = {"speculative": DRAFTED, "max_slots": 4, "tokenizer": characters}
     found = model.generate_batch(given, config, **batch)
     assert [*found] == ["req_0", "short", "req_2", "req_3", "req_4"]
-    outputs = list(found.values())
+    outputs, ours = list(found.values()), ("request_id", "top_logprobs", "group")
     assert "a callback that fails" in outputs.pop().error
     for output, text, each in zip(outputs, texts, own, strict=False):
-        each = {name: each[name] for name in each if name not in ("request_id", "top_logprobs")}
+        each = {name: each[name] for name in each if name not in ours}
         torch.manual_seed(each.pop("seed", 0))
         ids = torch.tensor([text])
         each |= {"tokenizer": characters, "attention_mask": torch.ones_like(ids)}

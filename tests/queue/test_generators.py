@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from transformers import LogitsProcessor
 
 import lookahead_hf
-from lookahead_hf.verification.noise import OwnGenerators
+from lookahead_hf.verification.noise import OwnGenerators, fresh_seed
 from tests.helpers.models import prompt
 from tests.helpers.requests import DRAFTED, WAIT, alone, prompts, running, settings, speculated
 
@@ -18,8 +19,9 @@ CPU = torch.device("cpu")
 
 def test_a_text_within_a_text_has_numbers_of_its_own() -> None:
     outer, inner = OwnGenerators(CPU, 7), OwnGenerators(CPU, 8)
-    with outer.in_place():
+    with outer.in_place(), ThreadPoolExecutor(1) as other:
         first = torch.rand(3)
+        assert other.submit(fresh_seed).result() >= 0
         with inner.in_place():
             within = torch.rand(3)
         second = torch.rand(3)

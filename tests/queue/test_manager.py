@@ -290,6 +290,8 @@ def test_who_waits_hears_of_what_ends_the_thread(
     with pytest.raises(RuntimeError, match="ended by an exception") as raised:
         manager.get_result()
     assert repr(error) in repr(raised.value.__cause__)
+    manager.start()
+    assert manager.add_request([5])  # though the first thread may not have ended yet
     manager.stop()
 
 

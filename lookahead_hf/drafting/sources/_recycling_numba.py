@@ -99,7 +99,6 @@ def bucket_of(rank, prob):
 
 @jit_inner
 def _recall(keys, before, last):
-    """Return the entry of the last two tokens or else of the last one, and its first bucket."""
     entry = find(keys, before, last)
     if entry >= 0:
         return entry, 0
@@ -155,7 +154,6 @@ def _add_next(next_tokens, next_probs, rates, candidates, reach, count):
 
 @jit_inner
 def _share(begin, end, above, reach):
-    """Scale siblings whose chances exceed their parent's."""
     total = 0.0
     for candidate in range(begin, end):
         total += reach[candidate]

@@ -114,7 +114,6 @@ def _offsets(name: str, given: Any, last: int) -> np.ndarray:
 
 
 def _evidence(evidence: Any, num_nodes: int, num_buckets: int) -> Evidence | None:
-    """Check a user's evidence; its source index is ignored."""
     if evidence is None:
         return None
     buckets = _integers("evidence.bucket", evidence.bucket)
@@ -130,7 +129,6 @@ def _evidence(evidence: Any, num_nodes: int, num_buckets: int) -> Evidence | Non
 
 
 def _probs(probs: Any, tokens: np.ndarray) -> Any:
-    """Check the type and shape of the drafting distributions."""
     if probs is None:
         return None
     import torch  # only where a drafter draws: a list of drafters does not need torch

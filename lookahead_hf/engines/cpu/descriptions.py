@@ -202,7 +202,6 @@ def _attention(program: Program, module: Any, hidden: str) -> tuple[Any, str]:
 
 
 def _projections(program: Program, module: Any) -> list[tuple[Any, range]]:
-    """Return the linear layers of queries, keys and values, with the rows of each."""
     if not hasattr(module, "qkv_proj"):
         parts = (module.q_proj, module.k_proj, module.v_proj)
         return [(each, range(len(each.weight))) for each in parts]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from operator import attrgetter
 from typing import Any
 from weakref import ref
 
@@ -160,7 +159,7 @@ class CompiledLayers:
     def _is_whole(self) -> bool:
         """Return whether the model's forward does nothing between its layers, all of them ours."""
         decoder, layers = self._decoder(), self.layers[: self._num_layers]
-        if decoder is None or not layers or not all(map(_is_trusted, layers)):
+        if decoder is None or not layers or not all(layer.is_trusted for layer in layers):
             return False
         kind = type(decoder)
         is_known = family_of(kind, MODELS) and is_original(kind.forward)
@@ -196,9 +195,6 @@ def _decoder(model: nn.Module) -> tuple[Callable[[], Any], list[nn.Module]]:
         if isinstance(layers, nn.ModuleList) and len(layers) and hasattr(layers[0], "self_attn"):
             return ref(module), list(layers)
     return lambda: None, []
-
-
-_is_trusted = attrgetter("is_trusted")
 
 
 def _parts(module: nn.Module | None) -> list[int]:
@@ -334,7 +330,6 @@ def _refusal(model: Any, waits: bool) -> str | None:
 
 
 def _kept(model: nn.Module) -> CompiledLayers:
-    """Return the model's compiled layers, described again if the model has changed."""
     state = state_of(model)
     with state.lock:
         kept = state.get(CompiledLayers)

@@ -50,10 +50,6 @@ class Program:
     is_rotated: bool = False  # whether the layer rotates heads
     norm_kind: int = fields.RMS  # which norm the layer's RMS norms are
 
-    def largest(self, field: int) -> int:
-        """Return the largest number that a field of the operations holds."""
-        return max(op.get(field, 0) for op in self.ops)
-
     def add(self, kind: int, addresses: dict[int, Any], **given: int) -> None:
         """Add an operation with further fields, by their names in lower case.
 

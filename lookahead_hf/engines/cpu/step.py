@@ -276,7 +276,6 @@ def _angles(given: Any, x: torch.Tensor, head_dim: int) -> list[torch.Tensor] | 
 
 
 def _agree(ours: torch.Tensor, own: torch.Tensor, added: torch.Tensor) -> bool:
-    """Return whether results are the module's `own` up to rounding; `added` is a part of these."""
     by_added, by_whole = TOLERANCES[own.dtype]
     limit = by_added * _size(added) + by_whole * _size(own)
     return _size(ours.float() - own.float()) <= limit

@@ -105,8 +105,7 @@ class Workspace:
         programs = [layer.program for layer in layers]
         self.head_dim = max((each.head_dim for each in programs), default=0)
         self.group = max((each.group for each in programs), default=0)
-        self._piece = max((each.largest(fields.PIECE) for each in programs), default=0)
-        self._vector = max((each.largest(fields.SIZE) for each in programs), default=0)
+        self._piece, self._vector = ops[:, [fields.PIECE, fields.SIZE]].max(0, initial=0).tolist()
         dtypes = {each.dtype for each in programs}
         self._runners = {dtype: JobRunner(ops, dtype) for dtype in dtypes}
 

@@ -305,7 +305,6 @@ def _nbytes(sets: list[GraphSet]) -> int:
 
 
 def _sizes(cache: ColumnCache, next_position: torch.Tensor) -> tuple[Any, ...]:
-    """Return shapes and types of all tensors that move in, but for the number of slots."""
     groups = cache.slots.each_group()
     windows = [(group.window, group.num_kept, len(group.stores)) for group in groups]
     stores = [store for group in groups for store in group.stores]

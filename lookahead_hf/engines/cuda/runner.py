@@ -140,7 +140,6 @@ class CudaRunner(Runner):
         self._prepare(beginning)
 
     def _prepare(self, beginning: PromptState) -> None:
-        """Make the step, in a set of graphs if there is one for it."""
         if self._wanted is not False:
             self._enter_graphs(beginning)
         if self._set is not None:

@@ -176,7 +176,7 @@ _OF_TEMPLATES = frozenset(
 
 _NAME = Annotated[str, Field(min_length=1)]
 _TOKEN: Any = Annotated[_number(int, 0), AfterValidator(_known)]
-_TOKENS, _TEXTS = _any(_TOKEN, _list(_TOKEN)), _any(_NAME, _list(_NAME, 1, 32))
+_TOKENS, _TEXTS = _any(_TOKEN, _list(_TOKEN, 1)), _any(_NAME, _list(_NAME, 1, 32))
 
 SETTINGS = _object(
     {
@@ -188,8 +188,8 @@ SETTINGS = _object(
         **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), _number(float, 0, 1)),
         **dict.fromkeys(("length_penalty", "guidance_scale"), _number(float, -10, 10)),
         **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"), _list(_TOKEN)),
-        **dict.fromkeys(("eos_token_id", "pad_token_id", "bos_token_id"), _TOKENS),
-        **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id"), _TOKENS),
+        **dict.fromkeys(("eos_token_id", "forced_eos_token_id"), _TOKENS),
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "forced_bos_token_id"), _TOKEN),
         **dict.fromkeys(("do_sample", "renormalize_logits", "remove_invalid_values"), bool),
         "early_stopping": _any(bool, Literal["never"]),
         "exponential_decay_length_penalty": _pair(_number(int, 0), _number(float, 0.01, 10)),
@@ -203,6 +203,7 @@ SETTINGS = _object(
     extra="forbid",
 )
 """Fields of `generation_config`."""
+_FLOATS = "temperature", "repetition_penalty"  # What transformers takes as no whole number
 
 _SENT = Annotated[str, Field(pattern="^data:")]
 """The content of a picture or film: the server opens no other address and no file."""
@@ -252,7 +253,8 @@ _ITEM = _any(
         custom_error_message="give an object with a role, or with a known type",
     ),
 )
-_FUNCTION = {"name": str, "parameters": dict[str, Any]}
+_TOOL_NAME = Annotated[str, Field(pattern=r'^[^"\\\x00-\x1f]+$')]  # as it stands in JSON
+_FUNCTION = {"name": _TOOL_NAME, "parameters": dict[str, Any], "type": Literal["function"]}
 _ANY_SCHEMA = Annotated[dict[str, Any] | bool, Field(alias="schema")]
 _FORMAT = _any(
     *(_object({}, type=Literal[name]) for name in ("text", "json_object")),
@@ -311,7 +313,7 @@ def check_fields(path: str, body: dict[str, Any], only_model: str, reach: Reach 
     _check(SCHEMAS[path], body, reach)
     check_model(body.get("model"), only_model)
     prompts = body["prompt"] if isinstance(body.get("prompt"), list) else [body.get("prompt")]
-    names = "messages", "input", "instructions", "tools"
+    names = "messages", "input", "instructions", "tools", "chat_template_kwargs"
     for each in ([*map(body.get, names)], body.get("prediction"), *prompts):
         reach.check(_joined(each))
     if path == CHAT and body.get("top_logprobs") and not body.get("logprobs"):
@@ -320,6 +322,8 @@ def check_fields(path: str, body: dict[str, Any], only_model: str, reach: Reach 
         body["logit_bias"][token] = float(value)  # as transformers takes it
     if body.get("tool_choice") == "none":
         body.pop("tools", None)
+    if body.get("tools") and body.get("tool_choice") in (None, "auto") and not reach.shows_tools:
+        raise ValueError("the chat template shows no tools: leave them out, or require a call")
     if path == RESPONSES and body.get("stream") is None:
         body["stream"] = False  # transformers' server would stream
 
@@ -411,8 +415,10 @@ def take_request(
     samples = temperature is not None or (top_p is not None and top_p < 1)
     lengths = (name for name in _LENGTHS if body.get(name) is not None)
     settings = json.loads(given or "{}")
-    of_one = ("num_beams", "guidance_scale")
-    is_alone = any(settings.get(each, 1) not in (None, 1) for each in of_one)
+    settings |= {key: float(of) for key, of in settings.items() if of and key.endswith(_FLOATS)}
+    if given is not None:
+        body["generation_config"] = json.dumps(settings)
+    is_alone = any(settings.get(key, 1) not in (None, 1) for key in ("num_beams", "guidance_scale"))
     log_probs, num_top = body.pop("logprobs", None), body.pop("top_logprobs", None)
     if isinstance(log_probs, bool):
         log_probs = num_top or 0 if log_probs else None
@@ -423,7 +429,7 @@ def take_request(
     return ServedRequest(
         speculative=allowed(asked, config, pools),
         prediction=prediction,
-        samples=given is None and temperature != 0 and samples,
+        samples=settings.get("do_sample") is None and temperature != 0 and samples,
         media=kind,
         length=next(lengths, None) if given is None else "generation_config",
         seed=body.pop("seed", None),

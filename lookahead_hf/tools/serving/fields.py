@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -33,6 +34,11 @@ class Limits:
         None, "tokens of a prompt and its answer; by default the model's positions"
     )
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and not math.isfinite(value):
+                raise ValueError(f"the limit {name} is {value}: give a number")
+
 
 USUAL = Limits()  # The limits of a server that is told no others
 
@@ -45,6 +51,7 @@ class Reach:
     tokens: int | None = None  # of a prompt and its answer
     longest: int = 1  # the most characters of a token
     tokenizer: Any = None
+    shows_tools: bool = True  # whether its chat template tells the model of tools
 
     def check(self, text: str) -> None:
         """Raise ValueError if the length of a text, or its beginning, shows that it cannot fit."""
@@ -121,12 +128,10 @@ class ServedRequest:
     seed: int | None = None  # its seed, None for random numbers of the server's
     stop: tuple[str, ...] = ()  # the texts that end its answer
     presence_penalty: float = 0.0  # what a token that the answer has loses
-    # How many of the likeliest tokens in every place of the answer have a log probability, too;
-    # None if no token has.
+    # How many of the likeliest tokens have log probabilities, too; None if no token has
     log_probs: int | None = None
     schema: str | None = None  # the JSON schema of the answer, None for any text
-    # The tools of which the answer calls one, by name, with the JSON schemas of their parameters;
-    # None if it need not call any.
+    # The JSON schemas of the tools of which the answer calls one, by name; None if of none
     tools: Mapping[str, Any] | None = None
     template: Mapping[str, Any] | None = None  # how the server finds a tool's call in the answer
     is_alone: bool = False  # whether a field but `speculative` cannot be served beside others

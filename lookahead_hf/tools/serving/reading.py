@@ -12,8 +12,6 @@ from typing import Any
 from lookahead_hf.model import compat
 from lookahead_hf.tools.serving.fields import Limits, Reach, ServedRequest, current
 
-Handler = Callable[[dict[str, Any], str], Coroutine[Any, Any, Any]]
-
 
 async def read(threads: Executor, work: Callable[..., Any], *args: Any) -> Any:
     """Return what a function returns, called in one of some threads."""
@@ -21,11 +19,8 @@ async def read(threads: Executor, work: Callable[..., Any], *args: Any) -> Any:
     return await loop.run_in_executor(threads, copy_context().run, work, *args)
 
 
-def reading(threads: Executor, handle: Handler) -> Handler:
-    """Return a method of transformers' server that handles a request, in a thread at first.
-
-    There it goes on until it waits for the model, and so beyond the tokenizer.
-    """
+def reading(threads: Executor, handle: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a handler of transformers' server that runs in a thread until it awaits the model."""
 
     async def read_and_handle(body: dict[str, Any], request_id: str) -> Any:
         request, loop = current.get() or ServedRequest(), asyncio.get_running_loop()
@@ -61,9 +56,11 @@ def _rest(running: Coroutine[Any, Any, Any], awaited: Any) -> Generator[Any, Any
 
 def reach_of(model: Any, tokenizer: Any, limits: Limits) -> Reach:
     """Return what a model can read."""
+    template = str(getattr(tokenizer, "chat_template", None) or "tools")
     tokenizer, text = getattr(tokenizer, "tokenizer", tokenizer), compat.text_config(model)
     most = limits.tokens
     if most is None and not model.config.is_encoder_decoder:
         most = getattr(text, "max_position_embeddings", None)
     most = most if isinstance(most, int) and most > 0 else None
-    return Reach(int(text.vocab_size), most, max(map(len, tokenizer.get_vocab())), tokenizer)
+    longest = max(map(len, tokenizer.get_vocab()))
+    return Reach(int(text.vocab_size), most, longest, tokenizer, "tools" in template)

@@ -22,6 +22,7 @@ from lookahead_hf.logits.row_processors import PresencePenalty
 from lookahead_hf.model import compat
 from lookahead_hf.queue.manager import SpeculativeBatchingManager
 from lookahead_hf.queue.methods import BatchOptions, engine_of
+from lookahead_hf.queue.request import ending
 from lookahead_hf.tools.serving.answers import FAILED, places, unfinished_end
 from lookahead_hf.tools.serving.fields import STOPPING, Limits, Reach, ServedRequest, current
 from lookahead_hf.tools.serving.schemas import check_media, grammar_of, task_of, trials
@@ -161,8 +162,7 @@ class Running:
             if not request.is_cancelled:
                 work()
 
-        threads = self._compilers if trials.knows(task) else self._trials
-        return threads.submit(compile_first)
+        return (self._compilers if trials.knows(task) else self._trials).submit(compile_first)
 
 
 class Alone(GenerateManager):
@@ -321,6 +321,9 @@ class ServedGenerate:
             ids = kwargs.get("input_ids")
             if config is not None and ids is not None:
                 added = add_to_call(request, config, ids.shape[-1], self._model, reach)
+                if "streamer" not in kwargs:  # such as beams
+                    ends = ending(lambda: request.is_cancelled)
+                    added.setdefault("stopping_criteria", []).append(ends)
                 for name, own in added.items():
                     kwargs[name] = [*(kwargs.get(name) or ()), *own]
             wish = getattr(of_model, "speculative", None)
@@ -340,8 +343,7 @@ class ServedGenerate:
 class _Watched:
     """Wraps a request's streamer, or stands in for a missing one.
 
-    It ends the generation if the client went away, and stores the statistics before the client sees
-    the end of the text.
+    It ends the generation with the request, and stores the statistics before the text's end.
     """
 
     def __init__(self, request: ServedRequest, streamer: Any, model: Any, tokenizer: Any) -> None:

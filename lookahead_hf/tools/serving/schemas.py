@@ -311,8 +311,7 @@ def _grammar(
 ) -> Any:
     """Return xgrammar's grammar of one call, with the usual whitespace.
 
-    `markers` is what stands before and behind the JSON of the call; `thinks`: whether the prompt
-    has begun the reasoning.
+    `markers` stand around the JSON of the call; `thinks`: whether the prompt begins the reasoning.
     """
     from xgrammar import Grammar
 

@@ -31,7 +31,6 @@ NUM_NEW = 12
 
 @pytest.fixture(name="model")
 def _model() -> Any:
-    """A model of bfloat16."""
     return lookahead_hf.enable(tiny("llama", max_position_embeddings=512).bfloat16())
 
 

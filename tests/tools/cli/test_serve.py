@@ -59,16 +59,13 @@ def test_the_command_serves_a_model_with_its_options(
     ("words", "code", "message"),
     [
         (["--config", '{"budget": -1}'], 2, "an int in 0..64"),
-        (
-            ["--config", '{"pool": "missing.safetensors"}'],
-            1,
-            "'missing.safetensors' cannot be read",
-        ),
+        (["--config", '{"pool": "missing"}'], 1, "'missing' cannot be read"),
         (["--pool", "own=missing.safetensors"], 1, "'missing.safetensors' cannot be read"),
         (["--dtype", "float99", "/no/such/model"], 1, "float99"),
         (["--no-such-option"], 2, "no-such-option"),
         (["/no/such/model"], 1, "did not start"),
         ([], 1, "name the MODEL to serve"),
+        (["--max-seconds", "nan"], 1, "the limit seconds is nan"),
     ],
 )
 def test_what_is_wrong_is_said_before_the_server_starts(

@@ -42,9 +42,8 @@ NEEDED: dict[str, dict[str, Any]] = {
         (CHAT, {"top_k": 5}, "Unexpected fields in the request: {'top_k'}"),
         (COMPLETIONS, {"logprobs": 6}, "less than or equal to 5"),
         (COMPLETIONS, {"echo": True}, "put the prompt before the answer"),
-        (CHAT, {"temperature": None, "top_p": "0.9"}, "top_p='0.9' is not served"),
         (CHAT, {"seed": 2**64}, "seed=18446744073709551616 is not served: Input should be less"),
-        (CHAT, {"tools": [{"name": "a"}, "b"]}, "tools='b' is not served: Input should be"),
+        (CHAT, {"tools": [{"name": "a"}]}, "the chat template shows no tools"),
         (CHAT, {"stop": 5}, "a valid string; Input should be a valid list"),
         (CHAT, {"messages": None}, "the request has no messages"),
         (CHAT, {"messages": ["a"]}, "messages='a' is not served: Input should be a valid dict"),
@@ -117,7 +116,8 @@ def test_a_temperature_samples_where_the_model_is_greedy_by_default(served: Serv
     greedy = served.text()
     texts = {served.text(temperature=1.5, seed=seed) for seed in (1, 2, 3)}
     assert len(texts) == 3 and greedy not in texts
-    assert served.text(temperature=1.5, seed=1) in texts
+    whole = {"generation_config": '{"repetition_penalty": 1}'}  # a number as JavaScript writes it
+    assert served.text(temperature=1.5, seed=1, extra_body=whole) in texts
     assert served.text(temperature=None) == served.text(temperature=0, top_p=0.5) == greedy
 
 

@@ -49,7 +49,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "suppress_tokens": ("x", [5] * 1025),
     "begin_suppress_tokens": (5,),
     "bad_words_ids": ([[]], [[5]] * 257),
-    "eos_token_id": ([None], 10**6),
+    **{"eos_token_id": ([None], [], 10**6), "pad_token_id": ([1, 2],)},
     "forced_eos_token_id": (10**6,),
     "num_beams": (1000,),
     "exponential_decay_length_penalty": ([1, "x"], [1, 1e300]),
@@ -61,8 +61,8 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({"a": 1}, {"5": None}, {"99999999": 1}),
     "max_tokens": (0, -1, 2**40, 1e3, True),
     "temperature": (-1, 1e300, 1e-40, "1"),
-    "chat_template_kwargs": ({"tools": "a.png"}, {"images": "a.png"}),
-    "tools": ([{"function": {"name": 5}}],),
+    "chat_template_kwargs": ({"tools": "a.png"}, {"images": "a.png"}, {"x": "x" * 10**5}),
+    "tools": (["b"], [{"function": {"name": 5}}], [{"type": "custom"}], [{"name": 'a"b'}]),
     "model": (5,),
     "logprobs": (3,),
     "seed": (1.5,),
@@ -257,9 +257,10 @@ class Counter:
             self.reached.set()
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_frees_its_place(served: Served, stream: bool) -> None:
-    body = {**said("def f(x):"), "max_tokens": 1500, "stream": stream, "temperature": 0}
+@pytest.mark.filterwarnings("ignore:.*runs plain generate")
+@pytest.mark.parametrize("own", [{}, {"stream": True}, {"generation_config": '{"num_beams": 2}'}])
+def test_a_client_that_leaves_frees_its_place(served: Served, own: dict[str, Any]) -> None:
+    body = {**said("def f(x):"), "max_tokens": 1500, "temperature": 0, **own}
     with hooked(served.model, Counter()) as counter:
         leave(served, body, counter.reached)
         time.sleep(0.5)
@@ -283,8 +284,7 @@ def test_a_schema_is_compiled_beside_the_decoding_and_ends_with_its_client(serve
     begin = time.monotonic()
     assert len(served.text(max_tokens=4)) == 4
     assert time.monotonic() - begin < 3
-    assert process is not None
-    assert process.wait(10) != 0
+    assert process is not None and process.wait(10) != 0
 
 
 def test_a_schema_that_is_known_does_not_wait_for_those_that_are_not(served: Served) -> None:
@@ -321,8 +321,7 @@ def test_what_compiles_too_slowly_is_refused_for_a_while(monkeypatch: pytest.Mon
         told, task = structured.vocabulary(grammars.tokenizer()), {"schema": '{"type": "integer"}'}
         leaves = iter([False, True])
         assert not own.run(told, task, lambda: next(leaves), 30)
-        assert own._process is not None  # it was started for the next client, too
-        assert own._process.poll() is None
+        assert own._process is not None and own._process.poll() is None  # for the next client
         slow = nested(800)["response_format"]["json_schema"]["schema"]
         with pytest.raises(ValueError, match=r"takes longer than 0\.3 seconds"):
             own.run(told, {"schema": json.dumps(slow)}, lambda: False, 0.3)

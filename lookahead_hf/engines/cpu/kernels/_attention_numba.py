@@ -7,15 +7,13 @@ from __future__ import annotations
 import numpy as np
 
 from lookahead_hf.engines.cpu.kernels import fields as f
+from lookahead_hf.engines.cpu.kernels._elementwise_numba import cap_all, narrow_all, weighing
 from lookahead_hf.engines.cpu.kernels._vectors_numba import (
     ROWS,
-    cap_all,
     dot,
     is_widened,
     mix,
-    narrow_all,
     rows_by_tokens,
-    weighing,
     widen,
 )
 from lookahead_hf.engines.cpu.kernels.llvm import LANES, float_of, longs, numbers, width_of
@@ -176,10 +174,7 @@ def attend(op, piece, scratch, kind):
         for i in range(length):
             to = scores + (common + i) * 4
             dot(keys + tails[tail + i] * stride * width, query, dim, to, kind)
-        scale = factor
-        if limit > _SINGLE:
-            cap_all(scores, common + length, factor, limit)
-            scale = np.float32(1.0)
+        scale = cap_all(scores, common + length, factor, limit)
         total[t] = np.float32(1.0) / _weigh(scores, common + length, scale, 0, 0)
     first_value = values + begin * stride * width
     _mix(scratch, pitch, first_value, stride, 0, common, count, dim, out, kind)

@@ -2,19 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any
+
 import numpy as np
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 from lookahead_hf.engines.cpu.kernels._vectors_numba import (
     largest_of,
-    narrow_all,
-    near_all,
     num_nan,
     sum_of,
     sum_of_squares,
     widen,
 )
-from lookahead_hf.engines.cpu.kernels.fields import LAYER_NORM, RMS, RMS_FROM_ONE
-from lookahead_hf.engines.cpu.kernels.llvm import numbers, wide, width_of
+from lookahead_hf.engines.cpu.kernels.fields import (
+    GELU_TANH,
+    LAYER_NORM,
+    RMS,
+    RMS_FROM_ONE,
+    SILU,
+)
+from lookahead_hf.engines.cpu.kernels.llvm import (
+    BFLOAT16,
+    F32,
+    FLOAT32,
+    I16,
+    LANES,
+    all_of,
+    exp_of,
+    first_lanes,
+    folded,
+    in_pieces,
+    int64,
+    load_bits,
+    load_wide,
+    narrowed,
+    numbers,
+    pointer_at,
+    spread,
+    store_vector,
+    tanh_of,
+    vector_of,
+    wide,
+    widened,
+    width_of,
+)
 from lookahead_hf.ngram_pool.jit import jit_inner_numbers, jit_numbers
 
 # mypy: disable-error-code="no-untyped-def"
@@ -22,7 +58,167 @@ from lookahead_hf.ngram_pool.jit import jit_inner_numbers, jit_numbers
 
 _SINGLE = np.float32(0.0)
 _ONE = np.float32(1.0)
-_INFINITE = np.float32(np.inf)
+
+
+def _write_all(builder: Any, x: Any, count: Any, out: Any, made_of: Callable[..., Any]) -> None:
+    """Write what `made_of(vector, place, rest)` returns for each vector of float32 numbers."""
+
+    def write(index: Any, rest: Any) -> None:
+        place = builder.mul(index, int64(LANES))
+        made = made_of(load_wide(builder, x, place, FLOAT32, rest), place, rest)
+        width = 2 if made.type.element == I16 else 4
+        store_vector(builder, made, pointer_at(builder, out, place, width, made.type), rest)
+
+    in_pieces(builder, count, LANES, write)
+
+
+@intrinsic
+def narrow_all(typing, x, count, out, kind):
+    """Write `count` float32 numbers rounded to a kind."""
+
+    def generate(context, builder, signature, arguments):
+        x, count, out, _ = arguments
+        _write_all(builder, x, count, out, lambda x, *_: narrowed(builder, x, kind))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, kind), generate
+
+
+def _near(builder: Any, x: Any, kind: Any) -> Any:
+    return widened(builder, narrowed(builder, x, kind), kind)
+
+
+@intrinsic
+def near_all(typing, x, count, kind):
+    """Round `count` float32 numbers to those of a kind, in place."""
+
+    def generate(context, builder, signature, arguments):
+        x, count, _ = arguments
+        if kind != FLOAT32:
+            _write_all(builder, x, count, x, lambda x, *_: _near(builder, x, kind))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, kind), generate
+
+
+def _activated(builder: Any, x: Any, flavour: int) -> Any:
+    def number(value: float) -> Any:
+        return all_of(x.type, value)
+
+    if flavour == SILU:
+        return builder.fdiv(x, builder.fadd(number(1.0), exp_of(builder, builder.fneg(x))))
+    cube = builder.fmul(builder.fmul(builder.fmul(number(0.044715), x), x), x)
+    inner = builder.fmul(number(0.7978845608028654), builder.fadd(x, cube))
+    above = builder.fadd(number(1.0), tanh_of(builder, inner))
+    return builder.fmul(builder.fmul(number(0.5), x), above)
+
+
+@intrinsic
+def activate(typing, x, gated, count, flavour, kind):
+    """Replace float32 numbers by activations, rounded to a kind.
+
+    They are multiplied by the `gated` numbers, rounded too, unless that is 0.
+    """
+
+    def generate(context, builder, signature, arguments):
+        x, gated, count, flavour, _ = arguments
+
+        def made_of(known: int, is_gated: int, numbers: Any, place: Any, rest: Any) -> Any:
+            made = _activated(builder, _near(builder, numbers, kind), known)
+            made = _near(builder, made, kind)
+            if not is_gated:
+                return made
+            by = load_wide(builder, gated, place, FLOAT32, rest)
+            return builder.fmul(made, _near(builder, by, kind))
+
+        has_gated = builder.icmp_unsigned("!=", gated, int64(0))
+        for known, is_gated in product((SILU, GELU_TANH), (0, 1)):
+            is_known = builder.icmp_unsigned("==", flavour, int64(known))
+            is_same = builder.icmp_unsigned("==", has_gated, has_gated.type(is_gated))
+            with builder.if_then(builder.and_(is_known, is_same)):
+                _write_all(builder, x, count, x, partial(made_of, known, is_gated))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4, kind), generate
+
+
+@intrinsic
+def cap_all(typing, scores, count, factor, limit):
+    """Replace scores by `limit * tanh(score * factor / limit)` if there is a limit.
+
+    Returns the factor that they have to be multiplied by now.
+    """
+
+    def generate(context, builder, signature, arguments):
+        scores, count, factor, limit = arguments
+        factors, limits = (spread(builder, each, vector_of(F32)) for each in (factor, limit))
+
+        def made_of(scores: Any, *_: Any) -> Any:
+            parts = builder.fdiv(builder.fmul(scores, factors), limits)
+            return builder.fmul(limits, tanh_of(builder, parts))
+
+        is_limited = builder.fcmp_ordered(">", limit, F32(0.0))
+        with builder.if_then(is_limited):
+            _write_all(builder, scores, count, scores, made_of)
+        return builder.select(is_limited, F32(1.0), factor)
+
+    return types.float32(types.int64, types.int64, types.float32, types.float32), generate
+
+
+def weighing(lanes: int, is_split: bool) -> Any:
+    """Make a function that turns scores into unnormalised weights, and returns their sum.
+
+    Weights take the place of the scores. If the function `is_split`, they are two bfloat16 numbers
+    each, at `high` and `low`, and places up to a whole vector are set to zero.
+    """
+    vector = vector_of(F32, lanes)
+
+    @intrinsic
+    def weigh(typing, scores, count, factor, high, low):
+        def generate(context, builder, signature, arguments):
+            scores, count, factor, high, low = arguments
+            lowest = all_of(vector, float("-inf"))
+            largest = cgutils.alloca_once_value(builder, lowest)
+            total = cgutils.alloca_once_value(builder, all_of(vector, 0.0))
+
+            def larger(a: Any, b: Any) -> Any:
+                return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+            def loaded(place: Any, rest: Any) -> Any:
+                bits = load_bits(builder, scores, place, 4, lanes, rest)
+                found = builder.bitcast(bits, vector)
+                is_there = None if rest is None else first_lanes(builder, rest, lanes)
+                return found if rest is None else builder.select(is_there, found, lowest)
+
+            def compare(index: Any, rest: Any) -> None:
+                place = builder.mul(index, int64(lanes))
+                builder.store(larger(loaded(place, rest), builder.load(largest)), largest)
+
+            in_pieces(builder, count, lanes, compare)
+            most = builder.fmul(folded(builder, builder.load(largest), larger), factor)
+            factors, most = spread(builder, factor, vector), spread(builder, most, vector)
+
+            def replace(index: Any, rest: Any) -> None:
+                place = builder.mul(index, int64(lanes))
+                x = builder.fsub(builder.fmul(loaded(place, rest), factors), most)
+                weights = exp_of(builder, x)
+                builder.store(builder.fadd(builder.load(total), weights), total)
+                if not is_split:
+                    to = pointer_at(builder, scores, place, 4, vector)
+                    return store_vector(builder, weights, to, rest)
+                above = narrowed(builder, weights, BFLOAT16)
+                left = builder.fsub(weights, widened(builder, above, BFLOAT16))
+                for bits, base in ((above, high), (narrowed(builder, left, BFLOAT16), low)):
+                    to = pointer_at(builder, base, place, 2, bits.type)
+                    store_vector(builder, bits, to, None)
+
+            in_pieces(builder, count, lanes, replace)
+            return folded(builder, builder.load(total), builder.fadd)
+
+        numbers = types.int64, types.int64, types.float32, types.int64, types.int64
+        return types.float32(*numbers), generate
+
+    return weigh
 
 
 @jit_inner_numbers
@@ -99,7 +295,7 @@ AT_A_TIME = 1024  # Scores that stay in a core's first cache while they are comp
 @jit_numbers
 def argmax(address, count, kind):
     """Return the place of the first largest of `count` numbers, or of the first NaN."""
-    x, largest, start = numbers(address, kind), -_INFINITE, 0
+    x, largest, start = numbers(address, kind), -np.float32(np.inf), 0
     for first in range(0, count, AT_A_TIME):
         size, place = min(AT_A_TIME, count - first), address + first * width_of(kind)
         if num_nan(place, size, kind) > np.float32(0.0):

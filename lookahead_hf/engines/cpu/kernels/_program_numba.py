@@ -20,7 +20,13 @@ from numba import types
 
 from lookahead_hf.engines.cpu.kernels import fields as f
 from lookahead_hf.engines.cpu.kernels._attention_numba import attend
-from lookahead_hf.engines.cpu.kernels._elementwise_numba import norm, rotate
+from lookahead_hf.engines.cpu.kernels._elementwise_numba import (
+    activate,
+    narrow_all,
+    near_all,
+    norm,
+    rotate,
+)
 from lookahead_hf.engines.cpu.kernels._tiles_numba import (
     ROOM,
     attend_by_tiles,
@@ -29,13 +35,7 @@ from lookahead_hf.engines.cpu.kernels._tiles_numba import (
     pack,
     product_by_tiles,
 )
-from lookahead_hf.engines.cpu.kernels._vectors_numba import (
-    activate,
-    gate,
-    narrow_all,
-    near_all,
-    product,
-)
+from lookahead_hf.engines.cpu.kernels._vectors_numba import product
 from lookahead_hf.engines.cpu.kernels.llvm import (
     float_of,
     longs,
@@ -163,7 +163,7 @@ def _gate(op, tokens, piece, scratch, room, after, kind, lanes, tiles):
         sums, by = scratch + t * pitch * 4, other + t * pitch * 4
         _add_bias(sums, op[f.BIAS], first, count, kind)
         _add_bias(by, op[f.BIAS_2], first, count, kind)
-        gate(sums, by, count, op[f.FLAVOUR], kind)
+        activate(sums, by, count, op[f.FLAVOUR], kind)
         narrow_all(sums, count, op[f.TARGET] + (t * stride + first) * width, kind)
 
 
@@ -294,8 +294,6 @@ def run(address, kind, lanes, tiles):
 
 
 def _entry(kind, lanes, tiles):
-    """Make a function for C code that runs a job, by lanes of vectors or by tiles."""
-
     def run_job(address):
         run(address, kind, lanes, tiles)
 

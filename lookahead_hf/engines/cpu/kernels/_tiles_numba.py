@@ -15,7 +15,7 @@ import numpy as np
 from numba.extending import register_jitable
 
 from lookahead_hf.engines.cpu.kernels import fields as f
-from lookahead_hf.engines.cpu.kernels._vectors_numba import cap_all, narrow_all, weighing
+from lookahead_hf.engines.cpu.kernels._elementwise_numba import cap_all, narrow_all, weighing
 from lookahead_hf.engines.cpu.kernels.llvm import float_of, longs, numbers
 from lookahead_hf.engines.cpu.kernels.tile_vectors import (
     add_like_tiles,
@@ -251,11 +251,8 @@ def attend_by_tiles(op, piece, scratch, room, columns, tiles):
         scores = numbers(scratch + q * pitch * 4, _SINGLE)
         for i in range(length):
             scores[common + i] = scores[tails[tail + i] - begin]
-        scale = factor
         a, b, seen = high + q * pitch * 2, low + q * pitch * 2, common + length
-        if limit > _SINGLE:
-            cap_all(scratch + q * pitch * 4, seen, factor, limit)
-            scale = np.float32(1.0)
+        scale = cap_all(scratch + q * pitch * 4, seen, factor, limit)
         total = _weigh(scratch + q * pitch * 4, seen, scale, a, b)
         scores[pitch - 1] = np.float32(1.0) / total
     whole = common // STEP * STEP

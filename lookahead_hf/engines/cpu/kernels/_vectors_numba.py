@@ -22,7 +22,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from lookahead_hf.engines.cpu.kernels.fields import GELU_TANH, SIDE_BY_SIDE, SILU
+from lookahead_hf.engines.cpu.kernels.fields import SIDE_BY_SIDE
 from lookahead_hf.engines.cpu.kernels.llvm import (
     BFLOAT16,
     F32,
@@ -33,29 +33,23 @@ from lookahead_hf.engines.cpu.kernels.llvm import (
     LANES,
     LINE,
     add_pairs,
-    all_of,
     bytes_of,
-    exp_of,
     first_lanes,
     fma,
     fold_totals,
     folded,
     in_pieces,
     int64,
-    load_bits,
     load_pairs,
     load_wide,
-    narrowed,
     numbers,
     pointer_at,
     prefetch,
     shuffle,
     spread,
     store_vector,
-    tanh_of,
     vector_of,
     wide,
-    widened,
     width_of,
 )
 from lookahead_hf.ngram_pool.jit import jit_inner_numbers
@@ -315,82 +309,6 @@ largest_of = _reduced(_larger, float("-inf"), _larger)
 """Find the largest number, NaN left out: `largest_of(address, count, kind)`."""
 
 
-def weighing(lanes: int, is_split: bool) -> Any:
-    """Make a function that turns scores into unnormalised weights, and returns their sum.
-
-    Weights take the place of the scores. If the function `is_split`, they are two bfloat16 numbers
-    each, at `high` and `low`, and places up to a whole vector are set to zero.
-    """
-    vector = vector_of(F32, lanes)
-
-    @intrinsic
-    def weigh(typing, scores, count, factor, high, low):
-        def generate(context, builder, signature, arguments):
-            scores, count, factor, high, low = arguments
-            lowest = all_of(vector, float("-inf"))
-            largest = cgutils.alloca_once_value(builder, lowest)
-            total = cgutils.alloca_once_value(builder, all_of(vector, 0.0))
-
-            def larger(a: Any, b: Any) -> Any:
-                return builder.select(builder.fcmp_ordered(">", a, b), a, b)
-
-            def loaded(place: Any, rest: Any) -> Any:
-                bits = load_bits(builder, scores, place, 4, lanes, rest)
-                found = builder.bitcast(bits, vector)
-                is_there = None if rest is None else first_lanes(builder, rest, lanes)
-                return found if rest is None else builder.select(is_there, found, lowest)
-
-            def compare(index: Any, rest: Any) -> None:
-                place = builder.mul(index, int64(lanes))
-                builder.store(larger(loaded(place, rest), builder.load(largest)), largest)
-
-            in_pieces(builder, count, lanes, compare)
-            most = builder.fmul(folded(builder, builder.load(largest), larger), factor)
-            factors, most = spread(builder, factor, vector), spread(builder, most, vector)
-
-            def replace(index: Any, rest: Any) -> None:
-                place = builder.mul(index, int64(lanes))
-                x = builder.fsub(builder.fmul(loaded(place, rest), factors), most)
-                weights = exp_of(builder, x)
-                builder.store(builder.fadd(builder.load(total), weights), total)
-                if not is_split:
-                    to = pointer_at(builder, scores, place, 4, vector)
-                    return store_vector(builder, weights, to, rest)
-                above = narrowed(builder, weights, BFLOAT16)
-                left = builder.fsub(weights, widened(builder, above, BFLOAT16))
-                for bits, base in ((above, high), (narrowed(builder, left, BFLOAT16), low)):
-                    to = pointer_at(builder, base, place, 2, bits.type)
-                    store_vector(builder, bits, to, None)
-
-            in_pieces(builder, count, lanes, replace)
-            return folded(builder, builder.load(total), builder.fadd)
-
-        numbers = types.int64, types.int64, types.float32, types.int64, types.int64
-        return types.float32(*numbers), generate
-
-    return weigh
-
-
-@intrinsic
-def cap_all(typing, x, count, factor, limit):
-    """Replace scores by `limit * tanh(score * factor / limit)`."""
-
-    def generate(context, builder, signature, arguments):
-        x, count, *sizes = arguments
-        factors, limits = (spread(builder, each, vector_of(F32)) for each in sizes)
-
-        def replace(index: Any, rest: Any) -> None:
-            place = builder.mul(index, int64(LANES))
-            scores = builder.fmul(load_wide(builder, x, place, FLOAT32, rest), factors)
-            scores = builder.fmul(limits, tanh_of(builder, builder.fdiv(scores, limits)))
-            store_vector(builder, scores, pointer_at(builder, x, place, 4, scores.type), rest)
-
-        in_pieces(builder, count, LANES, replace)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.float32, types.float32), generate
-
-
 TOUCHED = 12 * 1024
 """Bytes of some rows and tokens up to which the rows are touched before they are multiplied. They
 then stay in a core's first cache. More are asked for while others are multiplied."""
@@ -429,93 +347,6 @@ def _half_block(w, x, size, count, out, out_stride, ahead, kind):
 @jit_inner_numbers
 def _small_block(w, x, size, count, out, out_stride, ahead, kind):
     _least(w, size, x, size, size, count, out, out_stride, ahead, kind)
-
-
-@intrinsic
-def narrow_all(typing, x, count, out, kind):
-    """Write `count` float32 numbers rounded to a kind."""
-
-    def generate(context, builder, signature, arguments):
-        x, count, out, _ = arguments
-
-        def write(index: Any, rest: Any) -> None:
-            place = builder.mul(index, int64(LANES))
-            bits = narrowed(builder, load_wide(builder, x, place, FLOAT32, rest), kind)
-            to = pointer_at(builder, out, place, bytes_of(kind), bits.type)
-            store_vector(builder, bits, to, rest)
-
-        in_pieces(builder, count, LANES, write)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64, kind), generate
-
-
-@intrinsic
-def near_all(typing, x, count, kind):
-    """Round `count` float32 numbers to those of a kind, in place."""
-
-    def generate(context, builder, signature, arguments):
-        x, count, _ = arguments
-
-        def write(index: Any, rest: Any) -> None:
-            place = builder.mul(index, int64(LANES))
-            bits = narrowed(builder, load_wide(builder, x, place, FLOAT32, rest), kind)
-            to = pointer_at(builder, x, place, 4, vector_of(F32))
-            store_vector(builder, widened(builder, bits, kind), to, rest)
-
-        if kind != FLOAT32:
-            in_pieces(builder, count, LANES, write)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, kind), generate
-
-
-def _activated(builder: Any, x: Any, flavour: int) -> Any:
-    def number(value: float) -> Any:
-        return all_of(x.type, value)
-
-    if flavour == SILU:
-        return builder.fdiv(x, builder.fadd(number(1.0), exp_of(builder, builder.fneg(x))))
-    cube = builder.fmul(builder.fmul(builder.fmul(number(0.044715), x), x), x)
-    inner = builder.fmul(number(0.7978845608028654), builder.fadd(x, cube))
-    above = builder.fadd(number(1.0), tanh_of(builder, inner))
-    return builder.fmul(builder.fmul(number(0.5), x), above)
-
-
-def _activating(is_gated: bool) -> Any:
-    """Make a function that replaces float32 numbers by activations, rounded to a kind.
-
-    If it `is_gated`, they are multiplied by the `other` numbers, rounded too.
-    """
-
-    @intrinsic
-    def activate(typing, x, other, count, flavour, kind):
-        def generate(context, builder, signature, arguments):
-            x, other, count, flavour, _ = arguments
-
-            def near(numbers: Any) -> Any:
-                return widened(builder, narrowed(builder, numbers, kind), kind)
-
-            def replace(known: int, index: Any, rest: Any) -> None:
-                place = builder.mul(index, int64(LANES))
-                numbers = near(load_wide(builder, x, place, FLOAT32, rest))
-                numbers = near(_activated(builder, numbers, known))
-                if is_gated:
-                    by = near(load_wide(builder, other, place, FLOAT32, rest))
-                    numbers = builder.fmul(numbers, by)
-                store_vector(builder, numbers, pointer_at(builder, x, place, 4, numbers.type), rest)
-
-            for known in (SILU, GELU_TANH):
-                with builder.if_then(builder.icmp_unsigned("==", flavour, int64(known))):
-                    in_pieces(builder, count, LANES, partial(replace, known))
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 4, kind), generate
-
-    return activate
-
-
-activate, gate = _activating(False), _activating(True)
 
 
 @jit_inner_numbers

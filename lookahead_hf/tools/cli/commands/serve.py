@@ -96,11 +96,11 @@ def COMMAND(
     program.command()(Serve)
     command = typer.main.get_command(program)
     own: dict[str, Any] = {"api_key": api_key or None, "together": together}
-    own["limits"] = Limits(**{name.removeprefix("max_"): value for name, value in limits.items()})
     screen, pools = Screen(), {}
     if not api_key:
         screen.note("Without --api-key, whoever reaches the port is answered.")
     try:
+        own["limits"] = Limits(**{name.removeprefix("max_"): each for name, each in limits.items()})
         for each in files:
             name, _, file = each.rpartition("=")
             pools[name] = open_pool(file)

@@ -43,7 +43,6 @@ class LiveText:
         self._screen.line()
 
     def _show(self, is_end: bool = False) -> None:
-        """Show what the new tokens add to the text of those before them."""
         known = self._tokenizer.decode(self._tokens[: self._num_shown], skip_special_tokens=True)
         text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
         if is_end or not text.endswith("\ufffd"):  # bytes that are not a whole character yet

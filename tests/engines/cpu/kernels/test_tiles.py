@@ -187,7 +187,6 @@ print(job._library.get_asm_str())
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="AMX is x86's")
 def test_the_code_for_amx_has_its_instructions(tmp_path: Path) -> None:
-    """Attention multiplies as linear layers do."""
     features = "avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16"
     settings = {
         "NUMBA_CPU_NAME": "sapphirerapids",

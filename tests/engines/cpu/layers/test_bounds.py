@@ -100,8 +100,8 @@ def test_a_store_of_other_slots_than_the_cache_is_not_written(name: str) -> None
     stores = cache.each_group()[0].layers[0]
     given = {"layer_index": 0, "shared_heads": 1, "head_dim": stores.k_store.shape[3]}
     program = SimpleNamespace(dtype=stores.k_store.dtype, is_rotated=False, **given)
-    module = SimpleNamespace(self_attn=SimpleNamespace(config=None))
-    layer: Any = SimpleNamespace(program=program, module=module)
+    attention = SimpleNamespace(config=None)
+    layer: Any = SimpleNamespace(program=program, module=SimpleNamespace(self_attn=attention))
     step: Any = LayerStep(Workspace([]), None, Watch([]), ForwardContext())
     step._shared_by_layers = lambda *_: (0, 0, 0, 0, 0)
     for cut in (slice(None), (slice(None), slice(-1)), slice(1)):
