@@ -151,7 +151,7 @@ class SpeculativeConfig:
         names = [each.name for each in dataclasses.fields(cls)]
         for name, value in values.items():
             if name not in names:
-                raise ValueError(f"{cls.__name__} has no argument {name!r}; {known_names(names)}")
+                raise ValueError(f"speculative has no argument {name!r}; {known_names(names)}")
             _as_json(value, name)
         return cls(**values)
 

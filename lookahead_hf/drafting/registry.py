@@ -99,10 +99,10 @@ def _by_name(name: str, request: Request, model: Any, call: TargetCall) -> Draft
     try:
         drafter: Drafter = make(*first, **own, **options)
     except TypeError as error:
-        allowed = [*inspect.signature(make).parameters][len(first) :]
+        allowed = [*inspect.signature(make).parameters][len(first) :] or ["none"]
         wrong = next((each for each in options if each not in allowed), None)
-        hint = "" if wrong is None else f"; {known_names(allowed or ['none'])}"
-        raise ValueError(f"options of the drafter {name!r}: {options!r}: {error}{hint}") from error
+        why = f"there is no {wrong!r}; {known_names(allowed)}" if wrong else str(error)
+        raise ValueError(f"options of the drafter {name!r}: {why}") from error
     return drafter
 
 

@@ -84,7 +84,6 @@ def way_of(call: RandomCall) -> Iterator[None]:
 
 
 def compare_turns(model: Any, call: RandomCall, tally: Tally) -> None:
-    """Compare all turns of a call of `generate`."""
     ids = torch.tensor(call.prompt, device=random_calls.device)
     plain_cache, our_cache = call.new_cache(), call.new_cache()
     addresses: list[int] = []

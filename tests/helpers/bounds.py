@@ -125,7 +125,6 @@ def _scratch_of_tiles(op: np.ndarray, plan: np.ndarray, segment: np.ndarray) -> 
 
 
 def _longs(address: int, count: int) -> np.ndarray:
-    """Return int64 numbers at an address."""
     return np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(int(address)))
 
 

@@ -57,7 +57,6 @@ def rows_of(texts: Sequence[Sequence[int]], num_emitted: int = 1) -> Rows:
 
 
 def emit(rows: Rows, tokens: Sequence[Sequence[int]]) -> None:
-    """Let each row emit its tokens."""
     for row, of_row in enumerate(tokens):
         for token in of_row:
             rows.emit(row, token)

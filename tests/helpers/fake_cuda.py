@@ -116,7 +116,6 @@ class Cuda:
 
 
 def put_in_place(patch: pytest.MonkeyPatch) -> Cuda:
-    """Let torch.cuda be a stand-in."""
     fake = Cuda()
     for name, value in {
         "Stream": Stream,

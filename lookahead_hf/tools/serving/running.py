@@ -321,11 +321,11 @@ class ServedGenerate:
             ids = kwargs.get("input_ids")
             if config is not None and ids is not None:
                 added = add_to_call(request, config, ids.shape[-1], self._model, reach)
-                if "streamer" not in kwargs:  # such as beams
-                    ends = ending(lambda: request.is_cancelled)
-                    added.setdefault("stopping_criteria", []).append(ends)
                 for name, own in added.items():
                     kwargs[name] = [*(kwargs.get(name) or ()), *own]
+            if "streamer" not in kwargs:  # such as beams, and sounds
+                ends, given = ending(lambda: request.is_cancelled), kwargs.get("stopping_criteria")
+                kwargs["stopping_criteria"] = [*(given or ()), ends]
             wish = getattr(of_model, "speculative", None)
             wishes = request.speculative, wish, self._running.config
             kwargs["speculative"] = next(each for each in wishes if each is not None)

@@ -27,7 +27,6 @@ WINDOW = 16
 
 
 def windowed(layers: int = 2, window: int = WINDOW) -> Any:
-    """A model whose last layer alone sees the whole text."""
     kinds = ["sliding_attention"] * (layers - 1) + ["full_attention"]
     return tiny("gemma3", num_hidden_layers=layers, layer_types=kinds, sliding_window=window)
 

@@ -16,12 +16,14 @@ from signal import SIGTERM
 from typing import Any
 
 import pytest
+import torch
+from transformers import GenerationConfig
 
 from lookahead_hf import SpeculativeConfig, structured, totals
 from lookahead_hf.tools.serving import schemas, server
 from lookahead_hf.tools.serving.answers import FAILED
 from lookahead_hf.tools.serving.checks import CHAT, COMPLETIONS, RESPONSES
-from lookahead_hf.tools.serving.fields import Limits, ServedRequest
+from lookahead_hf.tools.serving.fields import Limits, ServedRequest, current
 from lookahead_hf.tools.serving.schemas import Trials, grammar_of, trials
 from lookahead_hf.tools.serving.server import ending_at_once
 from tests.helpers import grammars
@@ -267,6 +269,17 @@ def test_a_client_that_leaves_frees_its_place(served: Served, own: dict[str, Any
         count = counter.count
         time.sleep(0.3)
         assert count == counter.count < 60
+
+
+@pytest.mark.filterwarnings("ignore:.*runs plain generate")
+def test_a_call_without_ids_ends_with_its_client(served: Served) -> None:
+    request, beams = ServedRequest(), GenerationConfig(num_beams=2, max_new_tokens=90)
+    given = {"inputs_embeds": torch.zeros(1, 4, served.model.config.hidden_size)}
+    with hooked(served.model, lambda *_: setattr(request, "is_cancelled", True)):
+        token = current.set(request)
+        found = served.model.generate(**given, generation_config=beams)
+        current.reset(token)
+    assert found.shape[1] < 3
 
 
 def nested(depth: int) -> dict[str, Any]:

@@ -29,7 +29,6 @@ SIZES = ((1, 1), (3, 5), (40, 33), (64, 96), (130, 4), (576, 48))
 
 
 def error(ours: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest difference, relative to the largest number."""
     return float((ours.float() - expected.float()).abs().max() / expected.float().abs().max())
 
 

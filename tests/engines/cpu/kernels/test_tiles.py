@@ -38,7 +38,6 @@ HAS_AMX = bool(program.tiles_of(torch.bfloat16))
 
 @pytest.fixture(params=["loops", "amx"])
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers of bfloat16 are computed by tiles."""
     if request.param == "loops":
         use_loops(monkeypatch)
     elif not HAS_AMX:
@@ -110,7 +109,6 @@ def test_loops_do_what_the_processor_does(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("seed", range(12))
 def test_nothing_is_written_behind_the_room_of_a_thread(seed: int, tiles: None) -> None:
-    """Attention in a room of just the size that is asked for."""
     random = np.random.default_rng(seed)
     width, slots = int(random.integers(1, 65)), int(random.integers(65, 300))
     dim, shared, group = (int(random.integers(1, most)) for most in (130, 4, 8))

@@ -30,7 +30,6 @@ NAMES = ("llama", "qwen3", "mistral", "gemma3")
 
 
 def cut(module: Any, rows: int, columns: int | None = None) -> None:
-    """Cut a weight, whatever the module says of its size."""
     module.weight = nn.Parameter(module.weight[:rows, :columns].clone())
 
 

@@ -83,7 +83,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def of_family(name: str, dtype: torch.dtype = torch.float32, **own: Any) -> Any:
-    """Return a tiny random model of a family, whose norms and biases are random, too."""
     torch.manual_seed(5)
     config = CONFIG_MAPPING[name.split()[0]](**(SHAPE | FAMILIES[name] | own))
     model = AutoModelForCausalLM.from_config(config).eval()
@@ -104,7 +103,6 @@ def layers_of(model: Any) -> list[Any]:
 
 @contextmanager
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Count how many layers each call of the kernels computes."""
     counts: list[int] = []
     inner = LayerStep._run
 
@@ -291,12 +289,10 @@ def test_a_change_within_a_forward_counts_at_once(change: Any) -> None:
 
 @cache
 def unchanged() -> Bits:
-    """What the kernels write for the adapted model."""
     return run(adapted(single), True)
 
 
 def outcome(model: Any, compiled: bool, change: Callable[[], Any] | None = None) -> Any:
-    """Return the text that a model writes, or the type of the error that it raises."""
     try:
         return run(model, compiled, change).text
     except (AttributeError, NotImplementedError, RuntimeError) as error:
