@@ -112,14 +112,14 @@ def warm_up(
 def _runner(
     model: Any, num_rows: int, max_new_tokens: int, do_sample: bool, compiled: bool | str
 ) -> Runner:
-    def takes_flat(reads_prompts: bool) -> bool:
-        return (num_rows > 1 or reads_prompts) and admission.model_takes_flat(model)
+    def takes_packed(reads_prompts: bool) -> bool:
+        return (num_rows > 1 or reads_prompts) and admission.model_takes_packed(model)
 
     options = StepOptions(
         model,
         num_rows,
         max_new_tokens,
-        takes_flat,
+        takes_packed,
         compiled_layers=compiled,
         scoring=_unaltered if do_sample else None,
     )
@@ -146,10 +146,10 @@ def _measure(runner: Runner, context_length: int, most_nodes: int, end: float) -
         # The first step finds out which layers the kernels compute.
         _time_step(runner, rows, ids[0, 0] % vocab, 0)
         setting = num_rows, context_length, placement(model), runner.mode, runner.sizes
-        curve = memory_of(model).costs.curve(*setting, runner.is_flat)
-        if runner.is_flat:  # nothing is kept of greater blocks
+        curve = memory_of(model).costs.curve(*setting, runner.is_packed)
+        if runner.is_packed:  # nothing is kept of greater blocks
             most_nodes = max(0, min(most_nodes, curve.sizes[-1] // num_rows - 1))
-        known = SIZES if runner.is_flat else curve.sizes
+        known = SIZES if runner.is_packed else curve.sizes
         counts = {min(size, most_nodes) for size in known}
         firsts: dict[int, float] = {}
         # Downwards, since a step after a much larger one takes longer.
@@ -157,7 +157,7 @@ def _measure(runner: Runner, context_length: int, most_nodes: int, end: float) -
             if time.monotonic() >= end:
                 break
             seconds = _time_step(runner, rows, ids[0, 0] % vocab, count)
-            size = (1 + count) * num_rows if runner.is_flat else count
+            size = (1 + count) * num_rows if runner.is_packed else count
             if turn:
                 curve.observe(size, seconds)
             else:  # the first of a shape allocates

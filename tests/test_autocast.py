@@ -36,9 +36,9 @@ def test_a_verdict_holds_for_the_numerics_that_it_was_made_in(
     tried: list[Any] = []
     own = self_test.fault
 
-    def refusing(model: Any, is_flat: bool) -> str:
+    def refusing(model: Any, is_packed: bool) -> str:
         tried.append(torch.is_autocast_enabled("cpu"))
-        return "other numbers" if tried[-1] else own(model, is_flat)
+        return "other numbers" if tried[-1] else own(model, is_packed)
 
     monkeypatch.setattr(self_test, "fault", refusing)
     for _ in range(2):

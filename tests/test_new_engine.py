@@ -30,8 +30,8 @@ def runner(options: StepOptions) -> Runner | None:
     """The engine, which this module is; it leaves single rows to the model's own code."""
     if options.num_rows == 1:
         return None
-    is_flat = options.takes_flat(False)
-    return Counting(options.model, options.num_rows, options.shape, flat=is_flat)
+    is_packed = options.takes_packed(False)
+    return Counting(options.model, options.num_rows, options.shape, is_packed=is_packed)
 
 
 def speculated(rows: int) -> SpeculativeStats:

@@ -31,12 +31,12 @@ def test_costs_are_known_afterwards(batch_size: int, compiled: bool, mode: str) 
     before = model.generate(prompt(), max_new_tokens=8, do_sample=False)
     warm = {"batch_size": batch_size, "context_length": 20, "max_draft_nodes": 16}
     lookahead_hf.warm_up(model, **warm, seconds=None, compiled_layers=compiled)  # type: ignore[arg-type]
-    is_flat = batch_size > 1  # tokens of all rows count together then
-    setting = batch_size, 20, placement(model), mode, None, is_flat
+    is_packed = batch_size > 1  # tokens of all rows count together then
+    setting = batch_size, 20, placement(model), mode, None, is_packed
     curve = memory_of(model).costs.curve(*setting)
 
     def num_samples(num_nodes: int) -> int:
-        return curve.num_samples((1 + num_nodes) * batch_size if is_flat else num_nodes)
+        return curve.num_samples((1 + num_nodes) * batch_size if is_packed else num_nodes)
 
     assert all(num_samples(num_nodes) >= 3 for num_nodes in (0, 1, 2, 4, 8, 16))
     assert num_samples(32) == 0

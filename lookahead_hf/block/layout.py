@@ -44,7 +44,7 @@ class PromptState:
     kinds: list[MaskKind]  # the masks that the model's layers need
     passed: dict[str, Any]  # arguments that every forward gets
     next_position: torch.Tensor  # position of the token after the prompt, [..., rows, 1]
-    prompt_positions: np.ndarray | None = None  # those of the prompt, [rows, columns], if flat
+    prompt_positions: np.ndarray | None = None  # those of the prompt, [rows, columns], if packed
 
 
 class BlockLayout:
@@ -106,7 +106,7 @@ class BlockLayout:
             inputs[self._names.mask] = named if self._mask_dict else one
         return inputs, block
 
-    def flat(self, fed: Sequence[np.ndarray], draft: DraftTree) -> Inputs:
+    def packed(self, fed: Sequence[np.ndarray], draft: DraftTree) -> Inputs:
         """Place the tokens of a packed block, [1, tokens], behind those that the cache has.
 
         Rows may read prompts and decode side by side: a row that reads has n tokens of its prompt
@@ -136,7 +136,7 @@ class BlockLayout:
         columns = self._cache.columns_of(row, index)
         # Causality alone hides the padding of prompts that all begin in this block.
         runs = runs_of(counts, slots.lengths, (num_fed <= 1) | (not slots.lengths.any()))
-        slots.place(counts, is_flat=True)
+        slots.place(counts, is_packed=True)
         read, kept = np.flatnonzero(place >= num_fed[row] - 1), None
         places = _places_in_read(num_fed, nodes, 1 + draft.max_nodes)
         if len(read) == len(row) or not self._takes_kept:
@@ -144,22 +144,18 @@ class BlockLayout:
         else:
             kept = read
         blocks = [self._of_run(run, parents, columns) for run in runs]
-        flat = PackedBlock(
-            [*zip(runs, blocks, strict=True)],
-            {kind.name: torch.zeros(1, 1, 1, 1) for kind in self._kinds},
-            places,
-            kept,
-        )
+        masks = {kind.name: torch.zeros(1, 1, 1, 1) for kind in self._kinds}
+        packed = PackedBlock([*zip(runs, blocks, strict=True)], masks, places, kept)
         assert self._names.positions is not None
         inputs: dict[str, Any] = {
             **self._passed,
             self._names.ids: torch.from_numpy(tokens)[None],
-            self._names.mask: flat.masks if self._mask_dict else next(iter(flat.masks.values())),
+            self._names.mask: masks if self._mask_dict else next(iter(masks.values())),
             self._names.positions: torch.from_numpy(self._positions(row, columns))[None],
         }
         if kept is not None:
             inputs["logits_to_keep"] = torch.from_numpy(kept)
-        return inputs, flat
+        return inputs, packed
 
     def _positions(self, row: np.ndarray, columns: np.ndarray) -> np.ndarray:
         beyond = columns - self._cache.num_columns

@@ -135,7 +135,7 @@ class SlotLayer(DynamicLayer):
         states = states.to(store.dtype)  # under autocast, K and V may come in other types
         slots, of_token = self.group.slot_mapping_on(store.device), store.shape[2:]
         if len(states) < len(store):
-            return _written_flat(store, states, slots, block.visible)
+            return _written_packed(store, states, slots, block.visible)
         tokens = states.transpose(1, 2).reshape(-1, *of_token)
         store.view(-1, *of_token).index_copy_(0, slots, tokens)
         return shown.narrow(2, 0, block.visible)
@@ -163,7 +163,7 @@ class StateSlotLayer(StateLayer, SlotLayer):
             setattr(self, name, getattr(of, name))
 
 
-def _written_flat(
+def _written_packed(
     store: torch.Tensor,  # [rows, capacity, heads, dim]
     states: torch.Tensor,  # [1, heads, tokens, dim]
     slots: torch.Tensor,  # [tokens] into [rows * capacity]
@@ -277,10 +277,10 @@ class SlotGroup:
             layer.k_store, layer.v_store = pair
         self.capacity, self._path_table = capacity, table
 
-    def place(self, counts: int | np.ndarray, is_flat: bool = False) -> None:
+    def place(self, counts: int | np.ndarray, is_packed: bool = False) -> None:
         """Put the next `counts` tokens, [rows] or for all rows, of every row behind its length.
 
-        A block that `is_flat` has these tokens alone, one row after another.
+        A block that `is_packed` has these tokens alone, one row after another.
         """
         counts = np.broadcast_to(counts, len(self.dropped))
         self.drop_unseen(int((self.lengths + counts).max()))
@@ -289,7 +289,7 @@ class SlotGroup:
         self.reserve(used, width)
         visible = max(used, self.extent.shown or 0)
         # Where shapes are fixed, rows of equal lengths take the same way as all others.
-        if not is_flat and self.extent.shown is None and bool((lengths == lengths[0]).all()):
+        if not is_packed and self.extent.shown is None and bool((lengths == lengths[0]).all()):
             self.block = BlockPlaces(slice(used - width, used), None, visible)
             return
         first = np.arange(len(counts)) * self.capacity + lengths
@@ -379,10 +379,10 @@ class SlotCache(Cache):
                 group.grow(slots)
         self.extent.shown = slots
 
-    def place(self, counts: int | np.ndarray, is_flat: bool = False) -> None:
+    def place(self, counts: int | np.ndarray, is_packed: bool = False) -> None:
         """Put the next tokens of every row behind its length; see `SlotGroup.place`."""
         for group in self.each_group():
-            group.place(counts, is_flat)
+            group.place(counts, is_packed)
 
     def clear(self, rows: Iterable[int] | None = None) -> None:
         """Set K and V behind the kept tokens to zero, in all layers, of some rows or of all."""

@@ -89,7 +89,7 @@ def _stock_refusal() -> str:
     try:
         _check_setup(model)
         _check_kind(model)
-        return self_test.fault(model, is_flat=False)
+        return self_test.fault(model, is_packed=False)
     except Unserved as unserved:
         return unserved.detail or unserved.reason.text
     except (MemoryError, OSError, RuntimeError):  # which is not the version's fault
@@ -141,17 +141,17 @@ def warn_of_rounding(model: Any) -> None:
         )
 
 
-def takes_flat(call: PreparedCall) -> bool:
+def takes_packed(call: PreparedCall) -> bool:
     """Return whether a call may run in packed blocks, whose attention alone tells rows apart.
 
     So nothing else may couple tokens or depend on rows, such as an argument with an entry for every
     row, or a hook.
     """
     passed = all(isinstance(each, _SCALARS) for each in call.passed.values())
-    return passed and call.position_ids.dim() == 2 and model_takes_flat(call.model)
+    return passed and call.position_ids.dim() == 2 and model_takes_packed(call.model)
 
 
-def model_takes_flat(model: Any) -> bool:
+def model_takes_packed(model: Any) -> bool:
     """Return whether a model may run in packed blocks, if nothing in a call is against it."""
     facts = facts_of(model)
     if compat.decoder_names(model).positions is None or facts.is_hooked or watch.watcher():
@@ -159,7 +159,7 @@ def model_takes_flat(model: Any) -> bool:
     # A state belongs to a row, and so do columns.
     if not on_device(model, torch.device("cpu")):
         return False
-    return attention.is_ours_everywhere(model) and not self_test.refusal(model, is_flat=True)[0]
+    return attention.is_ours_everywhere(model) and not self_test.refusal(model, is_packed=True)[0]
 
 
 def _check_kind(model: Any) -> None:

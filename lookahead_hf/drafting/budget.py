@@ -35,7 +35,7 @@ class Budget:
 
     "auto" takes the size n of the greatest E[tokens(n)] / cost(n), from the nodes' calibrated
     probabilities and the measured cost; 0 is one of the sizes. If blocks are padded to the widest
-    row, all rows may draft n nodes. If they are flat, the n likeliest nodes of all rows are taken.
+    row, all rows may draft n nodes. If packed, the n likeliest nodes of all rows are taken.
 
     A static batch takes as long as its slowest row. So a row's tokens count more, the likelier the
     row is to end last; otherwise drafts of the other rows could make a batch slower.
@@ -61,7 +61,7 @@ class Budget:
         most = together if self._fixed is None else self._fixed
         self.most_nodes = min(most, max_nodes)
         self._costs, self._rows, self._placement = costs, rows, placement
-        self._runner, self._is_flat = runner, runner.is_flat
+        self._runner, self._is_packed = runner, runner.is_packed
         self._num_new, self._num_steps = num_new, 0
         self._is_first = True
         self._find_curve()
@@ -81,11 +81,11 @@ class Budget:
     def _worthwhile(self, tree: DraftTree, counts: np.ndarray) -> np.ndarray:
         if self._fixed is not None:
             return np.minimum(counts, self._fixed)
-        if self._is_flat or self._is_first:  # rows may have begun, the prefill settled the mode
+        if self._is_packed or self._is_first:  # rows may have begun, the prefill settled the mode
             self._find_curve()
         row = np.repeat(np.arange(len(counts)), counts)
         worth = tree.score * self._weights()[row]
-        if not self._is_flat:
+        if not self._is_packed:
             place = place_in_row(tree.row_offsets)
             gain = np.bincount(place, weights=worth, minlength=1)
             best = self._best_count(gain, tree.max_nodes)
@@ -118,7 +118,7 @@ class Budget:
         """
         curve, plain, live = self._curve, self._plain, int(self._rows.live.sum())
         most = max(0, min(most, curve.sizes[-1] - plain))
-        known = SIZES if self._is_flat else curve.sizes
+        known = SIZES if self._is_packed else curve.sizes
         nodes = np.array([*(n for n in known if n < most), most])
         tokens = live + np.concatenate([np.zeros(1), gain.cumsum()])[nodes]
         return int(nodes[(tokens / curve.optimistic_seconds(plain + nodes)).argmax()])
@@ -126,20 +126,20 @@ class Budget:
     def observe(self, draft: DraftTree, step_seconds: float | None) -> None:
         """Learn from a step and its time without drafting, None if it also did other work."""
         if not self._is_first and step_seconds is not None:
-            nodes = draft.num_nodes if self._is_flat else draft.max_nodes
+            nodes = draft.num_nodes if self._is_packed else draft.max_nodes
             self._curve.observe(self._plain + nodes, step_seconds)
         self._num_steps += 1
         self._is_first = False  # the first step after a prefill also allocates and warms up
         self._find_curve()
 
     def _find_curve(self) -> None:
-        """Find the cost curve for the present lengths and, if blocks are flat, live rows."""
+        """Find the cost curve for the present lengths and, if blocks are packed, live rows."""
         rows = self._rows
         length = rows.prompt_columns + int(rows.num_emitted.max(initial=0))
-        count = max(1, int(rows.live.sum())) if self._is_flat else rows.num_rows
-        steps = self._placement, self._runner.mode, self._runner.sizes, self._is_flat
+        count = max(1, int(rows.live.sum())) if self._is_packed else rows.num_rows
+        steps = self._placement, self._runner.mode, self._runner.sizes, self._is_packed
         self._curve = self._costs.curve(count, length, *steps)
-        self._plain = count if self._is_flat else 0  # the size of a step without a draft
+        self._plain = count if self._is_packed else 0  # the size of a step without a draft
 
 
 SIZES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -162,7 +162,7 @@ class CostCurve:
     """Seconds of a step by its size, in one setting of rows and text length.
 
     The size is the draft nodes per row if blocks are padded, and the tokens of all rows if they are
-    flat. The estimate is the lower quartile of the latest durations, since disturbances only make
+    packed. The estimate is the lower quartile of the latest durations, since disturbances only make
     steps longer, and at most that of a larger size. Unmeasured sizes follow the curve of a similar
     setting, or a line of slope `SLOPE` per row, scaled to the measured sizes around them.
     """
@@ -172,11 +172,11 @@ class CostCurve:
         like: CostCurve | None = None,
         num_rows: int = 1,
         sizes: tuple[int, ...] | None = None,
-        is_flat: bool = False,
+        is_packed: bool = False,
     ) -> None:
         """Start from the curve of a similar setting, if there is one; see `CostModel.curve`."""
         self._is_stepped = sizes is not None
-        self.sizes = sizes or (FLAT_SIZES if is_flat else SIZES)
+        self.sizes = sizes or (FLAT_SIZES if is_packed else SIZES)
         self._lock = threading.Lock()
         self._samples: dict[int, deque[float]] = {}
         self._counts: dict[int, int] = {}
@@ -262,7 +262,7 @@ class CostModel:
         placement: str = "",
         mode: str = "",
         sizes: tuple[int, ...] | None = None,
-        is_flat: bool = False,
+        is_packed: bool = False,
     ) -> CostCurve:
         """Return the curve for a batch of `num_rows` texts of about `context_length` tokens.
 
@@ -272,15 +272,15 @@ class CostModel:
         The placement is whatever else changes the cost of a forward, such as the device; the mode,
         how the runner runs its steps. Drafts may be padded to `sizes`, node counts from 0 on.
         """
-        alike = placement, is_flat, None if is_flat else num_rows
-        rows = (num_rows - 1).bit_length() if is_flat else num_rows
+        alike = placement, is_packed, None if is_packed else num_rows
+        rows = (num_rows - 1).bit_length() if is_packed else num_rows
         key = *alike, rows, mode, max(context_length, 1).bit_length(), sizes
         with self._lock:
             if key not in self._curves:
                 others = (
                     self._curves[each] for each in reversed(self._curves) if each[:3] == alike
                 )
-                slope_rows = 1 if is_flat else num_rows
-                self._curves[key] = CostCurve(next(others, None), slope_rows, sizes, is_flat)
+                slope_rows = 1 if is_packed else num_rows
+                self._curves[key] = CostCurve(next(others, None), slope_rows, sizes, is_packed)
             self._curves.move_to_end(key)
             return self._curves[key]

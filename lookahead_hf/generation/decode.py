@@ -77,17 +77,17 @@ def assemble(call: PreparedCall) -> BatchSession:
     stream = ColumnStream(request.streamer, call.num_rows, call.pad, stats.leave_out_streaming)
     verifier = choose_verifier(call, build_emitter(call, outputs, stream), processes)
 
-    def takes_flat(reads_prompts: bool) -> bool:
-        may_be_flat = (call.num_rows > 1 or reads_prompts) and processes.is_alone
-        may_be_flat &= shape is None and not outputs.observes
-        may_be_flat &= not isinstance(verifier, Lockstep)  # which shows finished rows to processors
-        return may_be_flat and admission.takes_flat(call)
+    def takes_packed(reads_prompts: bool) -> bool:
+        may_be_packed = (call.num_rows > 1 or reads_prompts) and processes.is_alone
+        may_be_packed &= shape is None and not outputs.observes
+        may_be_packed &= not isinstance(verifier, Lockstep)  # it shows finished rows to processors
+        return may_be_packed and admission.takes_packed(call)
 
     options = StepOptions(
         model,
         call.num_rows,
         call.num_new,
-        takes_flat,
+        takes_packed,
         shape,
         request.config.compiled_layers,
         request.config.cuda_graphs,

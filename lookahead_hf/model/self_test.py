@@ -49,22 +49,22 @@ passed: WeakKeyDictionary[type, set[Hashable]] = WeakKeyDictionary()
 logger = logging.getLogger(__name__)
 
 
-def refusal(model: Any, is_flat: bool = False) -> tuple[str, str]:
+def refusal(model: Any, is_packed: bool = False) -> tuple[str, str]:
     """Return why draft trees over ragged rows give other logits than plain forwards, and a remedy.
 
     Both may be empty. Types in `TRIED` are trusted if transformers' own methods run them and every
     layer of the cache has one place. Any other model is tested once for each of its numerics, with
-    ten forwards over a dozen tokens, in flat blocks if asked. A fault that hooks may have caused is
-    not remembered.
+    ten forwards over a dozen tokens, packed if asked. A fault that hooks may have caused is not
+    remembered.
     """
     if compat.text_config(model).model_type in TRIED and facts_of(model).is_stock:
         return "", ""
-    tests, key = state_of(model).self_tests, (numerics_of(model), is_flat)
+    tests, key = state_of(model).self_tests, (numerics_of(model), is_packed)
     if key in tests:
         return tests[key], ""
     kind, alike = _kind(model, key), passed.setdefault(type(model), set())
     try:
-        found = "" if kind in alike else fault(model, is_flat)
+        found = "" if kind in alike else fault(model, is_packed)
     except OSError as error:  # not the model's fault, and it may be over soon
         return f"the self test failed: {error}", "call again"
     except (RuntimeError, MemoryError):
@@ -86,14 +86,14 @@ def _kind(model: Any, key: Hashable) -> Hashable | None:
     return key, str(model.config.to_dict()), weights, kinds
 
 
-def fault(model: Any, is_flat: bool) -> str:
+def fault(model: Any, is_packed: bool) -> str:
     """Run the self test of a model; return the fault, empty for none.
 
     Exceptions count, as a call would meet them too; lack of memory and system errors are raised.
     """
     name = type(model).__name__
     try:
-        difference = _differs_by(model, is_flat)
+        difference = _differs_by(model, is_packed)
     except OSError:  # a kernel of the hub that cannot be loaded
         raise
     except Exception as error:
@@ -111,7 +111,7 @@ def fault(model: Any, is_flat: bool) -> str:
 
 
 @torch.no_grad()
-def _differs_by(model: Any, is_flat: bool) -> float:
+def _differs_by(model: Any, is_packed: bool) -> float:
     """Return the largest difference from plain logits, in their standard deviations."""
     has_states, vocab = bool(facts_of(model).mixers), compat.text_config(model).vocab_size
     counts = CHAINS if has_states else TREES
@@ -123,7 +123,7 @@ def _differs_by(model: Any, is_flat: bool) -> float:
     if not has_states:
         mask[1, :2] = 0
     expected = _plain_by_steps(model, ids, mask)
-    runner, worst = Runner(model, 2, flat=is_flat), 0.0
+    runner, worst = Runner(model, 2, is_packed=is_packed), 0.0
     with patched(model):
         found = _ragged(runner, text, counts, ids[:, :PROMPT], mask[:, :PROMPT])
     for at, logits in found:
@@ -163,9 +163,9 @@ def _ragged(
 ) -> Logits:
     """Return the logits of rows of one text that advance by these counts of right tokens."""
     rows, every, got = Rows(prompt.to("cpu").numpy()), range(len(prompt)), Logits()
-    begun = slice(0, -2) if runner.is_flat else slice(None)
+    begun = slice(0, -2) if runner.is_packed else slice(None)
     start(runner, prompt[:, begun], mask[:, begun])
-    if runner.is_flat:
+    if runner.is_packed:
         runner.run(list(prompt[:, -2:].cpu().numpy()), DraftTree.empty(len(rows.live)))
         runner.keep(np.ones(len(rows.live), np.int64))
     for row in every:

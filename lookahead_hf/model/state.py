@@ -23,8 +23,8 @@ class ModelState:
 
     lock: threading.RLock = field(default_factory=threading.RLock)
     warned: set[str] = field(default_factory=set)  # reasons for a fallback
-    run_blocks: set[tuple[str, int, bool]] = field(default_factory=set)  # mode, tokens, if flat
-    # Results of self tests, empty for no fault, by `Numerics` and whether blocks were flat.
+    run_blocks: set[tuple[str, int, bool]] = field(default_factory=set)  # mode, tokens, if packed
+    # Results of self tests, empty for no fault, by `Numerics` and whether blocks were packed.
     self_tests: dict[Hashable, str] = field(default_factory=dict)
     fixed_attention: set[int] | None = None  # ids of configurations whose attention must stay
     patch_users: set[object] = field(default_factory=set)  # calls in progress

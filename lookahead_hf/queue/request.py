@@ -295,7 +295,7 @@ class RequestBuilder:
             self.model,
             num_rows,
             WORTHWHILE,
-            lambda reads_prompts: admission.takes_flat(self.trial()),
+            lambda reads_prompts: admission.takes_packed(self.trial()),
             compiled_layers=config.compiled_layers,
             cuda_graphs=config.cuda_graphs,
         )

@@ -171,8 +171,8 @@ class Prompts:
         `before_steps` is called after the forward. Returns the logits after the prompt, [vocab].
         """
         self._clear(row)
-        is_flat = self._runner.is_flat and self._runner.reads_prompts()
-        alone = Runner(self._runner.model, 1, None, self._runner.steps, is_flat)
+        is_packed = self._runner.is_packed and self._runner.reads_prompts()
+        alone = Runner(self._runner.model, 1, None, self._runner.steps, is_packed)
         outputs = prefill(alone, call, before_steps)
         assert alone.beginning is not None
         if self._runner.beginning is None:
@@ -198,7 +198,7 @@ class Prompts:
         One that the model cannot embed fails at once.
         """
         runner, most = self._runner, self._most or np.inf
-        if not runner.is_flat or runner.beginning is None:
+        if not runner.is_packed or runner.beginning is None:
             return False
         vocab_size = int(compat.text_config(runner.model).vocab_size)
         fits = bool(prompt_ids.min() >= 0 and prompt_ids.max() < vocab_size)

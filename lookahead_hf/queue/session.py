@@ -88,7 +88,7 @@ class QueueSession(Session):
 
     def start(self, stack: ExitStack) -> None:
         stack.enter_context(self.setup)
-        if self.runner.is_flat and self.engine.max_batch_tokens is not None:
+        if self.runner.is_packed and self.engine.max_batch_tokens is not None:
             # Only a prompt shows the layout of the cache, and the first one may be too long.
             self.prompts.take(0, self.engine.builder.trial(), self._set_up)
             self.prompts.forget([0])

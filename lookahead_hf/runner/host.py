@@ -34,7 +34,7 @@ class Runner:
             live rows have equal shares of all tokens.
         only_chains: Whether drafts must be chains, because of recurrent states.
         recurrent: The layers with such states, None without any or before the prompt.
-        is_flat: Whether blocks are flat, see `block.packed`.
+        is_packed: Whether blocks are packed, see `block.packed`.
         steps: How an engine computes the layers, such as its `CompiledSteps`, None for
             their own code.
         own_code: Why the model's own code runs all layers, beside the reasons of `steps`.
@@ -52,7 +52,7 @@ class Runner:
         num_rows: int,
         shape: BlockShape | None = None,
         steps: Any = None,
-        flat: bool = False,
+        is_packed: bool = False,
     ) -> None:
         """Prepare for one call.
 
@@ -63,7 +63,7 @@ class Runner:
         self.num_rows = num_rows
         self.beginning: PromptState | None = None
         self._shape = shape
-        self.is_flat = flat
+        self.is_packed = is_packed
         self.steps = steps
         self.step_tokens = np.zeros(num_rows, np.int64)
         self._is_nan_alone = np.zeros(num_rows, bool)
@@ -142,7 +142,7 @@ class Runner:
 
     def launch(self, rows: Rows, draft: DraftTree) -> StepOutputs:
         """Lay out a step and run it; its logits are [rows, 1 + most nodes or more, vocab]."""
-        if self.is_flat:
+        if self.is_packed:
             return self.run(self.fed_tokens(rows), draft)
         inputs = self.layout(rows, draft)
         self._share(inputs[0][self._names.ids].numel(), rows.live)
@@ -151,7 +151,7 @@ class Runner:
     def launch_beside(
         self, rows: Rows, draft: DraftTree, chunks: Mapping[int, np.ndarray]
     ) -> StepOutputs:
-        """Launch a flat step that also reads the next tokens of prompts, by row, [tokens] each."""
+        """Launch a packed step that also reads next tokens of prompts, by row, [tokens] each."""
         fed = [chunks.get(row, last) for row, last in enumerate(self.fed_tokens(rows))]
         step = self.run(fed, draft)
         # At once: if the step is repeated without its draft, these tokens are in the cache.
@@ -183,10 +183,10 @@ class Runner:
         one with the accepted path if the row emits a token. If it emits none because its prompt
         goes on, `keep` does, or the next block feeds the token again.
 
-        `fed` is as in `BlockLayout.flat`; prompts alone (`is_prompt`) run by the model's own code.
+        `fed` is as in `BlockLayout.packed`; prompts alone (`is_prompt`) run by the model's code.
         The logits are [rows, 1 + most nodes, vocab].
         """
-        step = self.forward(self._layout.flat(fed, draft), is_prompt)
+        step = self.forward(self._layout.packed(fed, draft), is_prompt)
         num_fed = np.array([len(tokens) for tokens in fed])
         self.step_tokens += np.where(num_fed > 0, num_fed + np.diff(draft.row_offsets), 0)
         self.keep(np.maximum(num_fed - 1, 0))
@@ -210,7 +210,7 @@ class Runner:
         num_tokens = ids.numel()
         experts = compat.set_up_for_step(self.model, *ids.shape)
         mixers = {} if self.recurrent is None else self.recurrent.forwards
-        flat = block if isinstance(block, PackedBlock) else None
+        packed = block if isinstance(block, PackedBlock) else None
         context = ForwardContext(block, mixers)
         steps = None if is_prompt else self.steps
 
@@ -222,13 +222,13 @@ class Runner:
         if steps is not None:
             self.execution = execution.COMPILED if steps.is_used else execution.MODEL
         self.num_fed += num_tokens
-        kind = self.mode, num_tokens, flat is not None
+        kind = self.mode, num_tokens, packed is not None
         self._is_new = kind not in self._known_blocks
         self._known_blocks.add(kind)
         logits, states = outputs.logits, compat.last_hidden_states(outputs)
-        if flat is not None:
-            logits = flat.of_rows(logits)
-            states = states if states is None else flat.states_of_rows(states)
+        if packed is not None:
+            logits = packed.of_rows(logits)
+            states = states if states is None else packed.states_of_rows(states)
         return StepOutputs(logits=logits, of_model=outputs, hidden_states=states)
 
     def check_for_nan(self, step: StepOutputs, live: np.ndarray) -> bool:
@@ -302,8 +302,8 @@ class StepOptions:
     model: Any  # the target
     num_rows: int  # rows of the batch
     num_new: int  # most new tokens of a row
-    # Returns whether blocks may be flat, given whether kernels read prompts
-    takes_flat: Callable[[bool], bool]
+    # Returns whether blocks may be packed, given whether kernels read prompts
+    takes_packed: Callable[[bool], bool]
     shape: BlockShape | None = None  # the shape of every block, None to fit each draft
     compiled_layers: bool | str = True  # as in `SpeculativeConfig`, and so is `cuda_graphs`
     cuda_graphs: bool | str = "auto"
@@ -319,8 +319,8 @@ def choose(name: str, options: StepOptions) -> Runner:
     misses_engine = engine is None and name in optional.MODULES
     runner: Runner | None = None if engine is None else engine.runner(options)
     if runner is None:
-        is_flat = options.takes_flat(False)
-        runner = Runner(options.model, options.num_rows, options.shape, flat=is_flat)
+        is_packed = options.takes_packed(False)
+        runner = Runner(options.model, options.num_rows, options.shape, is_packed=is_packed)
         runner.own_code = (execution.NO_ENGINE,) if misses_engine else ()
     return runner
 

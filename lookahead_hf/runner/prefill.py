@@ -99,7 +99,7 @@ def _take_over(
     )
     kinds = [kind.within(cache.seen[kind.name]) for kind in mask_kinds(model)]
     position_ids = position_ids.expand(*position_ids.shape[:-2], num_rows, -1)
-    of_prompt = position_ids.numpy() if runner.is_flat else None
+    of_prompt = position_ids.numpy() if runner.is_packed else None
     runner.begin(PromptState(names, cache, kinds, passed, position_ids[..., -1:] + 1, of_prompt))
 
 
@@ -110,7 +110,7 @@ def _may_be_fed(runner: Runner, call: PreparedCall, passed: Mapping[str, Any]) -
     cache. No window may be shorter than the prompt: it would move while the prompt is read.
     """
     seen = call.seen
-    if not runner.is_flat or not seen.size:
+    if not runner.is_packed or not seen.size:
         return False
     if seen.all() and not runner.reads_prompts(seen.shape[1]):
         return False

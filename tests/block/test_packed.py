@@ -41,7 +41,7 @@ def serves(model: Any, **kwargs: Any) -> bool:
     read(model)  # as a call does when it begins
     ids = torch.zeros(2, 3, dtype=torch.long)
     kwargs |= {"position_ids": ids}
-    return admission.takes_flat(PreparedCall(model, ids, (), (), None, kwargs, None))  # type: ignore[arg-type]
+    return admission.takes_packed(PreparedCall(model, ids, (), (), None, kwargs, None))  # type: ignore[arg-type]
 
 
 def test_what_sees_whole_batches_keeps_padded_blocks() -> None:

@@ -144,8 +144,8 @@ def plain_seconds(curve: CostCurve) -> float:
 def test_a_flat_block_takes_the_likeliest_nodes_of_all_rows() -> None:
     rows, costs = rows_of(4), CostModel()
     rows.end(3)
-    budget = Budget("auto", 64, costs, rows, FixedRunner(is_flat=True))
-    curve = costs.curve(3, 101, is_flat=True)
+    budget = Budget("auto", 64, costs, rows, FixedRunner(is_packed=True))
+    curve = costs.curve(3, 101, is_packed=True)
     for size in FLAT_SIZES:
         curve.observe(size, 0.7 + 0.1 * size)
     scores = [0.9 ** np.arange(1, 8), np.array([0.5, 0.1]), np.zeros(0), np.zeros(0)]
@@ -156,24 +156,24 @@ def test_a_flat_block_takes_the_likeliest_nodes_of_all_rows() -> None:
     assert head(tree, budget.choose(tree)).row_offsets.tolist() == [0, 7, 8, 8, 8]
 
 
-@pytest.mark.parametrize("is_flat", [True, False])
-def test_a_static_batch_drafts_for_the_row_that_ends_last(is_flat: bool) -> None:
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_a_static_batch_drafts_for_the_row_that_ends_last(is_packed: bool) -> None:
     rows, costs = rows_of(2), CostModel()
     for token in range(40):
         rows.emit(1, token)  # the other row is far behind
-    curve, plain = costs.curve(2, 141, is_flat=is_flat), 2 if is_flat else 0
+    curve, plain = costs.curve(2, 141, is_packed=is_packed), 2 if is_packed else 0
     for size in curve.sizes:
         curve.observe(size, 1.0 + 0.12 * (size - plain))
     scores = np.array([0.5, 0.2, 0.1, 0.6, 0.4, 0.3])
     tree = replace(DraftTree.from_chains([[[1, 2, 3]], [[4, 5, 6]]]), score=scores)
     chosen = [
-        Budget("auto", 64, costs, rows, FixedRunner(is_flat=is_flat), num_new=num_new)
+        Budget("auto", 64, costs, rows, FixedRunner(is_packed=is_packed), num_new=num_new)
         .choose(tree)
         .tolist()
         for num_new in (None, 64)
     ]
     refilled, static = chosen
-    if is_flat:
+    if is_packed:
         assert refilled == [1, 3] and static == [1, 0]
     else:  # all rows draft equally much
         assert refilled == [3, 3] and static == [1, 1]
@@ -181,16 +181,16 @@ def test_a_static_batch_drafts_for_the_row_that_ends_last(is_flat: bool) -> None
 
 def test_flat_blocks_learn_what_their_tokens_cost_together() -> None:
     rows, costs = rows_of(3), CostModel()
-    budget = Budget("auto", 64, costs, rows, FixedRunner(is_flat=True))
+    budget = Budget("auto", 64, costs, rows, FixedRunner(is_packed=True))
     budget.observe(DraftTree.empty(3), 9.0)
     draft = head(tree_of(np.full(4, 0.5), 3), np.array([4, 0, 2]))
     budget.observe(draft, 2.0)
-    assert not costs.curve(3, 101, is_flat=True).is_due(9)
+    assert not costs.curve(3, 101, is_packed=True).is_due(9)
     for row in range(2):
         rows.end(row)
     budget.observe(DraftTree.empty(3), 1.0)  # of the step in which they ended
     budget.observe(head(tree_of(np.full(4, 0.5), 3), np.array([0, 0, 2])), 1.5)
-    three, one = (costs.curve(count, 101, is_flat=True) for count in (3, 1))
+    three, one = (costs.curve(count, 101, is_packed=True) for count in (3, 1))
     assert not three.is_due(3) and three.is_due(5)
     assert one.is_due(1) and not one.is_due(3)
 
@@ -254,7 +254,7 @@ def test_costs_that_were_measured_too_dear_are_doubted() -> None:
 
 
 def test_a_step_that_was_disturbed_costs_no_more_than_a_larger_one() -> None:
-    curve = CostModel().curve(4, 100, is_flat=True)
+    curve = CostModel().curve(4, 100, is_packed=True)
     for size, seconds in ((4, 0.032), (16, 0.068), (24, 0.038), (64, 0.065)):
         curve.observe(size, seconds)
     costs = curve.seconds(np.array([4, 16, 24, 64]))
@@ -283,11 +283,11 @@ def test_a_fixed_budget_drafts_that_much_in_every_step(size: int) -> None:
     assert run.sizes == [size] * 40
 
 
-@pytest.mark.parametrize("is_flat", [False, True])
-def test_drawn_nodes_are_verified_whatever_they_promise(is_flat: bool) -> None:
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_drawn_nodes_are_verified_whatever_they_promise(is_packed: bool) -> None:
     drawn = np.where(np.isin(np.arange(12), (0, 1, 6)), 0, -1)
     tree = replace(tree_of(np.zeros(6), 2), drawn=drawn)
-    budget = Budget("auto", 64, CostModel(), rows_of(2), FixedRunner(is_flat=is_flat))
+    budget = Budget("auto", 64, CostModel(), rows_of(2), FixedRunner(is_packed=is_packed))
     assert budget.choose(tree).tolist() == [2, 1]
     assert budget.choose(replace(tree, drawn=None)).tolist() == [0, 0]
 

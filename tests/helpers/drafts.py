@@ -29,7 +29,7 @@ class FixedRunner(NamedTuple):
     mode: str = ""
     sizes: tuple[int, ...] | None = None
     most_nodes: int | None = None
-    is_flat: bool = False
+    is_packed: bool = False
     has_one_shape: bool = False
 
 

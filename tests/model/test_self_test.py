@@ -69,9 +69,9 @@ def test_a_model_that_forgets_positions_is_not_served(unknown: Any) -> None:
     assert "gives other logits for blocks" in self_test.refusal(unknown)[0]
 
 
-@pytest.mark.parametrize("is_flat", [False, True])
+@pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("is_for_all", [False, True])
-def test_what_a_hook_caused_goes_with_it(unknown: Any, is_flat: bool, is_for_all: bool) -> None:
+def test_what_a_hook_caused_goes_with_it(unknown: Any, is_packed: bool, is_for_all: bool) -> None:
     def fail(*_: Any) -> None:
         raise ValueError("not now")
 
@@ -80,8 +80,8 @@ def test_what_a_hook_caused_goes_with_it(unknown: Any, is_flat: bool, is_for_all
         return (torch.nn.modules.module.register_module_forward_hook if is_for_all else own)(fail)
 
     with register():
-        assert "ValueError: not now" in self_test.refusal(unknown, is_flat)[0]
-    assert self_test.refusal(unknown, is_flat) == ("", "")
+        assert "ValueError: not now" in self_test.refusal(unknown, is_packed)[0]
+    assert self_test.refusal(unknown, is_packed) == ("", "")
 
 
 class Changing(LlamaForCausalLM, ABC):

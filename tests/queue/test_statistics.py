@@ -46,7 +46,7 @@ def every_step(monkeypatch: pytest.MonkeyPatch) -> StatsRecorder:
     return whole
 
 
-@pytest.mark.parametrize("attn", ["sdpa", "eager"], ids=["flat", "padded"])
+@pytest.mark.parametrize("attn", ["sdpa", "eager"], ids=["packed", "padded"])
 @pytest.mark.parametrize("num_new", [1, 24])
 def test_requests_add_up_to_the_run(
     sessions: list[Any], every_step: StatsRecorder, attn: str, num_new: int
@@ -58,7 +58,7 @@ def test_requests_add_up_to_the_run(
     stats = [output.speculative_stats for output in found]
     (session,) = sessions
     total, run = reduce(joined, stats), every_step.finish(session.rows)
-    assert session.runner.is_flat is (attn == "sdpa")
+    assert session.runner.is_packed is (attn == "sdpa")
     times = sum(getattr(total, f"{name}_ms") for name in PARTS)
     assert times == pytest.approx(sum(session.stats.milliseconds.values()))
     for name in ("num_moved", "num_accepted", "accepted_histogram"):

@@ -301,8 +301,8 @@ def runner(options: StepOptions) -> Runner:
     """Return the runner of a call on a CPU."""
     refusal = None if options.is_alone else execution.PROCESSES  # which must agree
     steps = CompiledSteps(options.model, options.compiled_layers, refusal)
-    is_flat = options.takes_flat(steps.reads_prompts())
-    return Runner(options.model, options.num_rows, options.shape, steps, is_flat)
+    is_packed = options.takes_packed(steps.reads_prompts())
+    return Runner(options.model, options.num_rows, options.shape, steps, is_packed)
 
 
 def groups_of(model: Any) -> list[Functions]:

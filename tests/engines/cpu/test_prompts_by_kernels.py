@@ -156,7 +156,7 @@ def test_a_model_without_kernels_reads_its_prompts_itself(monkeypatch: pytest.Mo
 
 def test_a_warm_up_measures_the_blocks_of_such_calls(model: Any) -> None:
     lookahead_hf.warm_up(model, context_length=64, max_draft_nodes=4, compiled_layers="everywhere")
-    assert {is_flat for _, _, is_flat in state_of(model).run_blocks} == {True}
+    assert {is_packed for _, _, is_packed in state_of(model).run_blocks} == {True}
 
 
 @pytest.mark.parametrize("is_faster", [False, True])
