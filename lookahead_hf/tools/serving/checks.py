@@ -324,8 +324,9 @@ def check_fields(path: str, body: dict[str, Any], only_model: str, reach: Reach 
         body.pop("tools", None)
     if body.get("tools") and body.get("tool_choice") in (None, "auto") and not reach.shows_tools:
         raise ValueError("the chat template shows no tools: leave them out, or require a call")
-    if path == RESPONSES and body.get("stream") is None:
-        body["stream"] = False  # transformers' server would stream
+    for name in [name for name, value in body.items() if value is None]:
+        del body[name]  # transformers' server would take it for a value
+    body.setdefault("stream", False)  # it would stream responses
 
 
 def check_decisions(body: bytes, only_model: str, reach: Reach) -> None:

@@ -25,7 +25,7 @@ def part(each: Any) -> dict[str, Any]:
 NEEDED: dict[str, dict[str, Any]] = {
     CHAT: {"messages": SAID},
     COMPLETIONS: {"prompt": "a"},
-    RESPONSES: {"input": "a"},
+    RESPONSES: {"input": "a", "parallel_tool_calls": None},
 }
 
 

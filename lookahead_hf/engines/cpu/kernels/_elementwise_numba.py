@@ -101,6 +101,25 @@ def near_all(typing, x, count, kind):
     return types.void(types.int64, types.int64, kind), generate
 
 
+@intrinsic
+def add_all(typing, x, count, factor, out, kind):
+    """Add float32 numbers, rounded and multiplied by a factor, to numbers of a kind."""
+
+    def generate(context, builder, signature, arguments):
+        x, count, factor, out, _ = arguments
+        factors = spread(builder, factor, vector_of(F32))
+
+        def made_of(numbers: Any, place: Any, rest: Any) -> Any:
+            added = builder.fmul(_near(builder, numbers, kind), factors)
+            before = load_wide(builder, out, place, kind, rest)
+            return narrowed(builder, builder.fadd(before, _near(builder, added, kind)), kind)
+
+        _write_all(builder, x, count, out, made_of)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32, types.int64, kind), generate
+
+
 def _activated(builder: Any, x: Any, flavour: int) -> Any:
     def number(value: float) -> Any:
         return all_of(x.type, value)

@@ -22,8 +22,8 @@ from lookahead_hf.engines.cpu.kernels import fields as f
 from lookahead_hf.engines.cpu.kernels._attention_numba import attend
 from lookahead_hf.engines.cpu.kernels._elementwise_numba import (
     activate,
+    add_all,
     narrow_all,
-    near_all,
     norm,
     rotate,
 )
@@ -52,7 +52,6 @@ from lookahead_hf.ngram_pool.jit import EntryPoint, jit_inner_numbers
 _PATIENCE = 2_000  # Looks at a counter after which a waiting thread yields its core
 
 _SINGLE, _NOTHING = np.float32(0.0), np.float32(0.0)
-_ONE = np.float32(1.0)
 
 
 @jit_inner_numbers
@@ -111,19 +110,6 @@ def _add_bias(sums, bias, first, count, kind):
 
 
 @jit_inner_numbers
-def _add_to(sums, count, target, factor, kind):
-    """Add to sums, rounded and multiplied by a factor, what is at their target."""
-    total, to = numbers(sums, _SINGLE), numbers(target, kind)
-    near_all(sums, count, kind)
-    if factor != _ONE:
-        for i in range(count):
-            total[i] *= factor
-        near_all(sums, count, kind)
-    for i in range(count):
-        total[i] += wide(to[i])
-
-
-@jit_inner_numbers
 def _multiply(op, tokens, piece, scratch, room, after, kind, lanes, tiles):
     """Multiply a piece of a linear layer's weight, and store the results or add them."""
     pitch, stride = op[f.PIECE], op[f.OUTPUTS]
@@ -141,8 +127,9 @@ def _multiply(op, tokens, piece, scratch, room, after, kind, lanes, tiles):
         if op[f.FLAVOUR] != f.NO_ACTIVATION:
             activate(sums, 0, count, op[f.FLAVOUR], kind)
         if op[f.MODE] == f.ADD:
-            _add_to(sums, count, to, float_of(op[f.FACTOR]), kind)
-        narrow_all(sums, count, to, kind)
+            add_all(sums, count, float_of(op[f.FACTOR]), to, kind)
+        else:
+            narrow_all(sums, count, to, kind)
 
 
 @jit_inner_numbers
