@@ -13,6 +13,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from lookahead_hf.engines.cpu.kernels._vectors_numba import (
+    larger,
     largest_of,
     num_nan,
     sum_of,
@@ -200,21 +201,22 @@ def weighing(lanes: int, is_split: bool) -> Any:
             largest = cgutils.alloca_once_value(builder, lowest)
             total = cgutils.alloca_once_value(builder, all_of(vector, 0.0))
 
-            def larger(a: Any, b: Any) -> Any:
-                return builder.select(builder.fcmp_ordered(">", a, b), a, b)
-
             def loaded(place: Any, rest: Any) -> Any:
                 bits = load_bits(builder, scores, place, 4, lanes, rest)
                 found = builder.bitcast(bits, vector)
-                is_there = None if rest is None else first_lanes(builder, rest, lanes)
-                return found if rest is None else builder.select(is_there, found, lowest)
+                if rest is None:
+                    return found
+                return builder.select(first_lanes(builder, rest, lanes), found, lowest)
 
             def compare(index: Any, rest: Any) -> None:
                 place = builder.mul(index, int64(lanes))
-                builder.store(larger(loaded(place, rest), builder.load(largest)), largest)
+                found = larger(builder, builder.load(largest), loaded(place, rest))
+                builder.store(found, largest)
 
             in_pieces(builder, count, lanes, compare)
-            most = builder.fmul(folded(builder, builder.load(largest), larger), factor)
+            most = builder.fmul(
+                folded(builder, builder.load(largest), partial(larger, builder)), factor
+            )
             factors, most = spread(builder, factor, vector), spread(builder, most, vector)
 
             def replace(index: Any, rest: Any) -> None:

@@ -294,7 +294,8 @@ def _plus_nan(builder: Any, total: Any, numbers: Any) -> Any:
     return builder.fadd(total, builder.uitofp(is_nan, total.type))
 
 
-def _larger(builder: Any, total: Any, numbers: Any) -> Any:
+def larger(builder: Any, total: Any, numbers: Any) -> Any:
+    """Return the larger number of each lane, that of `total` for NaN."""
     return builder.select(builder.fcmp_ordered(">", numbers, total), numbers, total)
 
 
@@ -305,7 +306,7 @@ sum_of_squares = _reduced(_plus_square, 0.0, _plus)
 
 num_nan = _reduced(_plus_nan, 0.0, _plus)  # Count NaN: `num_nan(address, count, kind)`
 
-largest_of = _reduced(_larger, float("-inf"), _larger)
+largest_of = _reduced(larger, float("-inf"), larger)
 """Find the largest number, NaN left out: `largest_of(address, count, kind)`."""
 
 
