@@ -7,13 +7,15 @@ from __future__ import annotations
 import numpy as np
 
 from lookahead_hf.engines.cpu.kernels import fields as f
-from lookahead_hf.engines.cpu.kernels._elementwise_numba import cap_all, narrow_all, weighing
+from lookahead_hf.engines.cpu.kernels._elementwise_numba import cap_all, narrow_all, weigh_all
 from lookahead_hf.engines.cpu.kernels._vectors_numba import (
     ROWS,
     dot,
     is_widened,
+    largest_of,
     mix,
     rows_by_tokens,
+    sum_of,
     widen,
 )
 from lookahead_hf.engines.cpu.kernels.llvm import LANES, float_of, longs, numbers, width_of
@@ -125,8 +127,6 @@ QUERIES = 4 if LANES == 16 else 2  # Queries whose values are summed side by sid
 _mix_queries, _mix_one = mix(QUERIES, MIXED), mix(1, MIXED)
 _mix_vector, _mix_rest = mix(1, 1), mix(1, 1, is_partial=True)
 
-_weigh = weighing(LANES, is_split=False)
-
 _SINGLE = np.float32(0.0)
 
 
@@ -175,7 +175,9 @@ def attend(op, piece, scratch, kind):
             to = scores + (common + i) * 4
             dot(keys + tails[tail + i] * stride * width, query, dim, to, kind)
         scale = cap_all(scores, common + length, factor, limit)
-        total[t] = np.float32(1.0) / _weigh(scores, common + length, scale, 0, 0)
+        most = largest_of(scores, common + length, _SINGLE) * scale
+        weigh_all(scores, common + length, scale, most)
+        total[t] = np.float32(1.0) / sum_of(scores, common + length, _SINGLE)
     first_value = values + begin * stride * width
     _mix(scratch, pitch, first_value, stride, 0, common, count, dim, out, kind)
     for t in range(count):

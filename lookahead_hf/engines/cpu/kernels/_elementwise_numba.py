@@ -8,12 +8,8 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
 from lookahead_hf.engines.cpu.kernels._vectors_numba import (
-    larger,
     largest_of,
     num_nan,
     sum_of,
@@ -28,18 +24,16 @@ from lookahead_hf.engines.cpu.kernels.fields import (
     SILU,
 )
 from lookahead_hf.engines.cpu.kernels.llvm import (
-    BFLOAT16,
     F32,
     FLOAT32,
     I16,
     LANES,
     all_of,
+    emits,
+    emits_float32,
     exp_of,
-    first_lanes,
-    folded,
     in_pieces,
     int64,
-    load_bits,
     load_wide,
     narrowed,
     numbers,
@@ -73,52 +67,27 @@ def _write_all(builder: Any, x: Any, count: Any, out: Any, made_of: Callable[...
     in_pieces(builder, count, LANES, write)
 
 
-@intrinsic
-def narrow_all(typing, x, count, out, kind):
+@emits
+def narrow_all(context, builder, x, count, out, kind):
     """Write `count` float32 numbers rounded to a kind."""
-
-    def generate(context, builder, signature, arguments):
-        x, count, out, _ = arguments
-        _write_all(builder, x, count, out, lambda x, *_: narrowed(builder, x, kind))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64, kind), generate
+    _write_all(builder, x, count, out, lambda x, *_: narrowed(builder, x, kind))
 
 
 def _near(builder: Any, x: Any, kind: Any) -> Any:
     return widened(builder, narrowed(builder, x, kind), kind)
 
 
-@intrinsic
-def near_all(typing, x, count, kind):
-    """Round `count` float32 numbers to those of a kind, in place."""
-
-    def generate(context, builder, signature, arguments):
-        x, count, _ = arguments
-        if kind != FLOAT32:
-            _write_all(builder, x, count, x, lambda x, *_: _near(builder, x, kind))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, kind), generate
-
-
-@intrinsic
-def add_all(typing, x, count, factor, out, kind):
+@emits
+def add_all(context, builder, x, count, factor, out, kind):
     """Add float32 numbers, rounded and multiplied by a factor, to numbers of a kind."""
+    factors = spread(builder, factor, vector_of(F32))
 
-    def generate(context, builder, signature, arguments):
-        x, count, factor, out, _ = arguments
-        factors = spread(builder, factor, vector_of(F32))
+    def made_of(numbers: Any, place: Any, rest: Any) -> Any:
+        added = builder.fmul(_near(builder, numbers, kind), factors)
+        before = load_wide(builder, out, place, kind, rest)
+        return narrowed(builder, builder.fadd(before, _near(builder, added, kind)), kind)
 
-        def made_of(numbers: Any, place: Any, rest: Any) -> Any:
-            added = builder.fmul(_near(builder, numbers, kind), factors)
-            before = load_wide(builder, out, place, kind, rest)
-            return narrowed(builder, builder.fadd(before, _near(builder, added, kind)), kind)
-
-        _write_all(builder, x, count, out, made_of)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.float32, types.int64, kind), generate
+    _write_all(builder, x, count, out, made_of)
 
 
 def _activated(builder: Any, x: Any, flavour: int) -> Any:
@@ -133,113 +102,56 @@ def _activated(builder: Any, x: Any, flavour: int) -> Any:
     return builder.fmul(builder.fmul(number(0.5), x), above)
 
 
-@intrinsic
-def activate(typing, x, gated, count, flavour, kind):
+@emits
+def activate(context, builder, x, gated, count, flavour, kind):
     """Replace float32 numbers by activations, rounded to a kind.
 
     They are multiplied by the `gated` numbers, rounded too, unless that is 0.
     """
 
-    def generate(context, builder, signature, arguments):
-        x, gated, count, flavour, _ = arguments
+    def made_of(known: int, is_gated: int, numbers: Any, place: Any, rest: Any) -> Any:
+        made = _activated(builder, _near(builder, numbers, kind), known)
+        made = _near(builder, made, kind)
+        if not is_gated:
+            return made
+        by = load_wide(builder, gated, place, FLOAT32, rest)
+        return builder.fmul(made, _near(builder, by, kind))
 
-        def made_of(known: int, is_gated: int, numbers: Any, place: Any, rest: Any) -> Any:
-            made = _activated(builder, _near(builder, numbers, kind), known)
-            made = _near(builder, made, kind)
-            if not is_gated:
-                return made
-            by = load_wide(builder, gated, place, FLOAT32, rest)
-            return builder.fmul(made, _near(builder, by, kind))
-
-        has_gated = builder.icmp_unsigned("!=", gated, int64(0))
-        for known, is_gated in product((SILU, GELU_TANH), (0, 1)):
-            is_known = builder.icmp_unsigned("==", flavour, int64(known))
-            is_same = builder.icmp_unsigned("==", has_gated, has_gated.type(is_gated))
-            with builder.if_then(builder.and_(is_known, is_same)):
-                _write_all(builder, x, count, x, partial(made_of, known, is_gated))
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 4, kind), generate
+    has_gated = builder.icmp_unsigned("!=", gated, int64(0))
+    for known, is_gated in product((SILU, GELU_TANH), (0, 1)):
+        is_known = builder.icmp_unsigned("==", flavour, int64(known))
+        is_same = builder.icmp_unsigned("==", has_gated, has_gated.type(is_gated))
+        with builder.if_then(builder.and_(is_known, is_same)):
+            _write_all(builder, x, count, x, partial(made_of, known, is_gated))
 
 
-@intrinsic
-def cap_all(typing, scores, count, factor, limit):
+@emits_float32
+def cap_all(context, builder, scores, count, factor, limit):
     """Replace scores by `limit * tanh(score * factor / limit)` if there is a limit.
 
     Returns the factor that they have to be multiplied by now.
     """
+    factors, limits = (spread(builder, each, vector_of(F32)) for each in (factor, limit))
 
-    def generate(context, builder, signature, arguments):
-        scores, count, factor, limit = arguments
-        factors, limits = (spread(builder, each, vector_of(F32)) for each in (factor, limit))
+    def made_of(scores: Any, *_: Any) -> Any:
+        parts = builder.fdiv(builder.fmul(scores, factors), limits)
+        return builder.fmul(limits, tanh_of(builder, parts))
 
-        def made_of(scores: Any, *_: Any) -> Any:
-            parts = builder.fdiv(builder.fmul(scores, factors), limits)
-            return builder.fmul(limits, tanh_of(builder, parts))
-
-        is_limited = builder.fcmp_ordered(">", limit, F32(0.0))
-        with builder.if_then(is_limited):
-            _write_all(builder, scores, count, scores, made_of)
-        return builder.select(is_limited, F32(1.0), factor)
-
-    return types.float32(types.int64, types.int64, types.float32, types.float32), generate
+    is_limited = builder.fcmp_ordered(">", limit, F32(0.0))
+    with builder.if_then(is_limited):
+        _write_all(builder, scores, count, scores, made_of)
+    return builder.select(is_limited, F32(1.0), factor)
 
 
-def weighing(lanes: int, is_split: bool) -> Any:
-    """Make a function that turns scores into unnormalised weights, and returns their sum.
+@emits
+def weigh_all(context, builder, scores, count, factor, most):
+    """Replace scores by weights, not normalised; `most` is the largest one times the factor."""
+    factors, most = (spread(builder, each, vector_of(F32)) for each in (factor, most))
 
-    Weights take the place of the scores. If the function `is_split`, they are two bfloat16 numbers
-    each, at `high` and `low`, and places up to a whole vector are set to zero.
-    """
-    vector = vector_of(F32, lanes)
+    def made_of(scores: Any, *_: Any) -> Any:
+        return exp_of(builder, builder.fsub(builder.fmul(scores, factors), most))
 
-    @intrinsic
-    def weigh(typing, scores, count, factor, high, low):
-        def generate(context, builder, signature, arguments):
-            scores, count, factor, high, low = arguments
-            lowest = all_of(vector, float("-inf"))
-            largest = cgutils.alloca_once_value(builder, lowest)
-            total = cgutils.alloca_once_value(builder, all_of(vector, 0.0))
-
-            def loaded(place: Any, rest: Any) -> Any:
-                bits = load_bits(builder, scores, place, 4, lanes, rest)
-                found = builder.bitcast(bits, vector)
-                if rest is None:
-                    return found
-                return builder.select(first_lanes(builder, rest, lanes), found, lowest)
-
-            def compare(index: Any, rest: Any) -> None:
-                place = builder.mul(index, int64(lanes))
-                found = larger(builder, builder.load(largest), loaded(place, rest))
-                builder.store(found, largest)
-
-            in_pieces(builder, count, lanes, compare)
-            most = builder.fmul(
-                folded(builder, builder.load(largest), partial(larger, builder)), factor
-            )
-            factors, most = spread(builder, factor, vector), spread(builder, most, vector)
-
-            def replace(index: Any, rest: Any) -> None:
-                place = builder.mul(index, int64(lanes))
-                x = builder.fsub(builder.fmul(loaded(place, rest), factors), most)
-                weights = exp_of(builder, x)
-                builder.store(builder.fadd(builder.load(total), weights), total)
-                if not is_split:
-                    to = pointer_at(builder, scores, place, 4, vector)
-                    return store_vector(builder, weights, to, rest)
-                above = narrowed(builder, weights, BFLOAT16)
-                left = builder.fsub(weights, widened(builder, above, BFLOAT16))
-                for bits, base in ((above, high), (narrowed(builder, left, BFLOAT16), low)):
-                    to = pointer_at(builder, base, place, 2, bits.type)
-                    store_vector(builder, bits, to, None)
-
-            in_pieces(builder, count, lanes, replace)
-            return folded(builder, builder.load(total), builder.fadd)
-
-        numbers = types.int64, types.int64, types.float32, types.int64, types.int64
-        return types.float32(*numbers), generate
-
-    return weigh
+    _write_all(builder, scores, count, scores, made_of)
 
 
 @jit_inner_numbers
@@ -266,7 +178,8 @@ def norm(source, target, weight, bias, size, epsilon, flavour, kind, room):
         for i in range(size):
             c[i] = wide(x[i]) * scale
         if flavour == RMS:
-            near_all(room, size, kind)
+            narrow_all(room, size, target, kind)
+            widen(target, size, room, kind)
         if flavour == RMS_FROM_ONE:
             for i in range(size):
                 c[i] *= _ONE + wide(w[i])
@@ -303,8 +216,9 @@ def rotate(source, target, cos, sin, dim, rotated, is_wide, kind, room):
         for i in range(rotated):
             a[i] *= c[i]
         if not is_wide:
-            near_all(own, rotated, kind)
-            near_all(other, rotated, kind)
+            for rounded in (own, other):
+                narrow_all(rounded, rotated, x, kind)
+                widen(x, rotated, rounded, kind)
         for i in range(rotated):
             a[i] += b[i]
     narrow_all(own, dim, target, kind)

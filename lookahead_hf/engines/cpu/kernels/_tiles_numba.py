@@ -2,9 +2,9 @@
 
 Attention has the queries of all heads that share a head of K and V side by side. Scores are
 products of keys, in place, by packed queries. Values are added up by weights of two bfloat16
-numbers each, so that 16 of their bits count. A tile adds up 32 slots: numbers of even and of odd
-places in a chain each, then both to the total (`add_like_tiles` does the same for the slots that
-fill no tile, or that only one token sees). A token's sums are thus the same whatever is beside it.
+numbers each, so that 15 of their bits count. A tile adds up 32 slots: numbers of even and of odd
+places in a chain each, then both to the total. Slots have their places in the order of what a token
+sees, so its sums are the same whatever is beside it.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -15,13 +15,14 @@ import numpy as np
 from numba.extending import register_jitable
 
 from lookahead_hf.engines.cpu.kernels import fields as f
-from lookahead_hf.engines.cpu.kernels._elementwise_numba import cap_all, narrow_all, weighing
+from lookahead_hf.engines.cpu.kernels._elementwise_numba import cap_all, narrow_all
 from lookahead_hf.engines.cpu.kernels.llvm import float_of, longs, numbers
 from lookahead_hf.engines.cpu.kernels.tile_vectors import (
-    add_like_tiles,
-    interleave,
+    find_largest,
     pack_tokens,
     store_tile,
+    turn,
+    weights,
 )
 from lookahead_hf.engines.cpu.kernels.tiles import (
     STATE,
@@ -183,36 +184,46 @@ def product_by_tiles(w, length, rows, size, x, tokens, out, stride, room, after,
 MIXED = 4  # Tiles of a value that are summed side by side
 
 _mix_all, _mix_one = mix_tiles(MIXED), mix_tiles(1)
-_add_all, _add_one, _add_rest = add_like_tiles(MIXED), add_like_tiles(1), add_like_tiles(1, True)
+FEW = 4  # Queries up to which vectors have scores of several slots
 
-_weigh = weighing(f.TILE, is_split=True)
+_weigh, _weigh_few, _weigh_seen = weights(), weights(queries=FEW), weights(is_partial=True)
 
-_SINGLE, _HALF = np.float32(0.0), np.uint16(0)
+SLOTS = 128  # Slots whose values and weights stay in a core's first cache
+
+NOTES = 384
+"""Bytes of what is known of 16 queries, beside their results: how many slots behind the common ones
+each sees (int32), the largest scores, and sums of weights, four of each query."""
+
+_SINGLE, _WORD, _HALF = np.float32(0.0), np.int32(0), np.uint16(0)
 
 
 @register_jitable
 def attention_places(queries, slots, dim):
-    """Return where a piece's parts are in scratch memory, in bytes, and where the last one ends.
+    """Return the width of a result, and where a piece's parts are in scratch memory, in bytes.
 
-    They are the scores, of `pitch` numbers per query; the weights, high and low; the values in
-    pairs of slots; the queries side by side, and packed; and the results.
+    Behind the scores, [blocks of 16 queries][slots][16], are the queries side by side, and packed;
+    values as tiles; weights; notes and results as tiles; results by query; zeros, and addresses of
+    values behind them. The last number is where all of that ends.
     """
-    rows, width = (queries + f.TILE - 1) // f.TILE * f.TILE, (dim + f.TILE - 1) // f.TILE * f.TILE
-    pitch = (slots + STEP - 1) // STEP * STEP + STEP
-    high = rows * pitch * 4
-    low = high + rows * pitch * 2
-    pairs = low + rows * pitch * 2
-    copied = pairs + pitch * width * 2
-    packed = copied + rows * width * 2
-    mixed = packed + bytes_of_packed(queries, dim)
-    return pitch, width, high, low, pairs, copied, packed, mixed, mixed + rows * width * 4
+    rows, width = (slots + STEP - 1) // STEP * STEP, (dim + f.TILE - 1) // f.TILE * f.TILE
+    blocks = (queries + f.TILE - 1) // f.TILE
+    copied = blocks * rows * 64
+    packed = copied + (queries * dim * 2 + 63) // 64 * 64
+    turned = packed + bytes_of_block(dim, f.TILE)
+    split = turned + rows * width * 2
+    notes = split + rows * 64
+    mixed = notes + blocks * (NOTES + width * 64)
+    zeros = mixed + width * 64
+    return width, copied, packed, turned, split, notes, mixed, zeros, zeros + width * 2 + rows * 8
 
 
 @jit_inner_numbers
-def attend_by_tiles(op, piece, scratch, room, columns, tiles):
+def attend_by_tiles(op, piece, scratch, room, left, tiles):
     """Attend with the tokens of a segment to their slots, in the heads that share one of K and V.
 
-    `columns` is the configuration to leave behind.
+    Slots that all tokens see come first. Where tails are a chain, all others follow at once, those
+    that a token does not see with the weight 0; else each token's tail by itself. The function
+    leaves the configuration of `left` columns behind.
     """
     plan = longs(op[f.PLAN])
     shared, dim = op[f.SHARED], op[f.SIZE]
@@ -220,17 +231,22 @@ def attend_by_tiles(op, piece, scratch, room, columns, tiles):
     segment = longs(plan[f.SEGMENTS] + piece // shared * f.SEGMENT_FIELDS * 8)
     first_token, count, begin = segment[f.FIRST], segment[f.COUNT], segment[f.BEGIN]
     common, queries = segment[f.END] - begin, count * group
-    offset = segment[f.ROW_SLOT] * stride + piece % shared * dim * 2
+    offset = (segment[f.ROW_SLOT] + begin) * stride + piece % shared * dim * 2
     keys, values = op[f.WEIGHT] + offset, op[f.WEIGHT_2] + offset
     starts, tails = longs(plan[f.TAIL_STARTS] + first_token * 8), longs(plan[f.TAILS])
-    slots = common
+    slots, longest, is_chain = common, 0, True
     for t in range(count):
-        if starts[t + 1] > starts[t]:
-            slots = max(slots, tails[starts[t + 1] - 1] + 1 - begin)
-    places = attention_places(queries, slots, dim)
-    pitch, width = places[0], places[1]
-    high, low, pairs = scratch + places[2], scratch + places[3], scratch + places[4]
-    copied, packed, mixed = scratch + places[5], scratch + places[6], scratch + places[7]
+        length = starts[t + 1] - starts[t]
+        if length > 0:
+            end = tails[starts[t + 1] - 1] + 1 - begin
+            is_chain = is_chain and end == common + length
+            if end > slots:
+                slots, longest = end, t
+    whole, rows = common // STEP * STEP, (slots + STEP - 1) // STEP * STEP
+    places, blocks = attention_places(queries, slots, dim), (queries + f.TILE - 1) // f.TILE
+    width, copied, packed = places[0], scratch + places[1], scratch + places[2]
+    turned, split, notes = scratch + places[3], scratch + places[4], scratch + places[5]
+    mixed, zeros, of_notes = scratch + places[6], scratch + places[7], NOTES + width * 64
     at = (first_token * op[f.HEADS] + piece % shared * group) * dim * 2  # of the first query
     by_token = op[f.HEADS] * dim * 2
     for t in range(count):
@@ -238,72 +254,105 @@ def attend_by_tiles(op, piece, scratch, room, columns, tiles):
         to = numbers(copied + t * group * dim * 2, _HALF)
         for i in range(group * dim):
             to[i] = source[i]
-    pack(copied, queries, dim, packed)
-    configure(room, f.TILE, columns_of(queries), tiles)
-    first_key, first_value = keys + begin * stride, values + begin * stride
-    product_by_tiles(
-        first_key, stride, slots, dim, packed, queries, scratch, pitch, room, first_value, tiles
-    )
-    factor, limit = float_of(op[f.FACTOR]), float_of(op[f.EPSILON])
-    for q in range(queries):
-        tail = starts[q // group]
-        length = starts[q // group + 1] - tail
-        scores = numbers(scratch + q * pitch * 4, _SINGLE)
-        for i in range(length):
-            scores[common + i] = scores[tails[tail + i] - begin]
-        a, b, seen = high + q * pitch * 2, low + q * pitch * 2, common + length
-        scale = cap_all(scratch + q * pitch * 4, seen, factor, limit)
-        total = _weigh(scratch + q * pitch * 4, seen, scale, a, b)
-        scores[pitch - 1] = np.float32(1.0) / total
-    whole = common // STEP * STEP
-    interleave(first_value, stride, whole // 2, dim, pairs)
+    for i in range(dim):
+        numbers(zeros, _HALF)[i] = _HALF
     configure(room, f.TILE, f.TILE, tiles)
-    by_tile = whole // 2 * 64
-    for q in range(0, queries, f.TILE):
-        a, b, place = high + q * pitch * 2, low + q * pitch * 2, 0
-        while place < width:
-            v, to = pairs + place // f.TILE * by_tile, mixed + (q * width + place) * 4
-            if place + MIXED * f.TILE <= width:
-                _mix_all(a, b, pitch * 2, v, by_tile, whole // STEP, to, width * 4, room, tiles)
-                place += MIXED * f.TILE
-            else:
-                _mix_one(a, b, pitch * 2, v, by_tile, whole // STEP, to, width * 4, room, tiles)
-                place += f.TILE
-    configure(room, f.TILE, columns, tiles)
-    for q in range(queries):
-        tail = starts[q // group]
-        length = common - whole + starts[q // group + 1] - tail
-        weights, to = (q * pitch + whole) * 2, mixed + q * width * 4
-        listed, near = plan[f.TAILS] + tail * 8, common - whole
-        for done in range(0, length, STEP):
-            a, b, some = (
-                high + weights + done * 2,
-                low + weights + done * 2,
-                min(STEP, length - done),
-            )
-            _add_slots(
-                a, b, values, stride, begin + whole + done, near - done, listed, some, to, dim
-            )
-        scale = numbers(scratch + q * pitch * 4, _SINGLE)[pitch - 1]
-        out = numbers(to, _SINGLE)
-        of_query = at + q // group * by_token + q % group * dim * 2
-        for i in range(dim):
-            out[i] *= scale
-        narrow_all(to, dim, op[f.TARGET] + of_query, _HALF)
+    factor, listed = np.float32(0.0), longs(zeros + width * 2)
+    for b in range(blocks):
+        some, note, first = min(f.TILE, queries - b * f.TILE), notes + b * of_notes, b * rows * 64
+        pack_tokens(copied + b * f.TILE * dim * 2, dim * 2, some, f.TILE, dim, packed)
+        _score(keys, stride, slots, dim, packed, scratch + first, room, tiles)
+        score, known = numbers(scratch + first, _SINGLE), numbers(note, _SINGLE)
+        for i in range(of_notes // 4):
+            known[i] = _SINGLE
+        for q in range(some):
+            tail = starts[(b * f.TILE + q) // group]
+            for i in range(0 if is_chain else starts[(b * f.TILE + q) // group + 1] - tail):
+                slot = tails[tail + i] - begin
+                score[(common + i) * f.TILE + q] = score[slot * f.TILE + q]
+        factor = cap_all(
+            scratch + first, rows * f.TILE, float_of(op[f.FACTOR]), float_of(op[f.EPSILON])
+        )
+        _see(note, b, queries, group, starts, common - whole, -1)
+        find_largest(scratch + first, whole, rows, note)
+    groups = (whole + SLOTS - 1) // SLOTS
+    for part in range(groups + (1 if is_chain else count)):
+        t, start = part - groups, min(part * SLOTS, whole)
+        near, length = min(SLOTS, whole - start), min(SLOTS, whole - start)
+        if part >= groups:
+            t, near = longest if is_chain else t, common - whole
+            length = near + starts[t + 1] - starts[t]
+        some = (length + STEP - 1) // STEP * STEP
+        for i in range(some):
+            slot = start + i if i < near else tails[starts[t] + i - near] - begin
+            listed[i] = values + slot * stride if i < length else zeros
+        turn(zeros + width * 2, some, dim, turned)
+        for b in range(blocks):
+            score, note = scratch + (b * rows + start) * 64, notes + b * of_notes
+            is_left = b * f.TILE < (t + 1) * group and t * group < (b + 1) * f.TILE
+            if part < groups and queries > FEW:
+                _weigh(score, some, note, factor, split)
+            elif part < groups:
+                _weigh_few(score, some, note, factor, split)
+            elif is_chain or is_left:
+                if not is_chain:
+                    _see(note, b, queries, group, starts, near, t)
+                _weigh_seen(score, some, note, factor, split)
+            if part < groups or is_chain or is_left:
+                _mix(split, turned, width, some, note + NOTES, room, tiles)
+    for b in range(blocks):
+        some, note = min(f.TILE, queries - b * f.TILE), notes + b * of_notes
+        for place in range(0, width, f.TILE):
+            store_tile(note + NOTES + place * 64, some, mixed + place * 4, width * 4, f.TILE)
+        for q in range(some):
+            out, query, total = numbers(mixed + q * width * 4, _SINGLE), b * f.TILE + q, _SINGLE
+            for i in range(2 * f.TILE + q, 6 * f.TILE, f.TILE):
+                total += numbers(note, _SINGLE)[i]
+            for i in range(dim):
+                out[i] /= total
+            target = op[f.TARGET] + at + query // group * by_token + query % group * dim * 2
+            narrow_all(mixed + q * width * 4, dim, target, _HALF)
+    configure(room, f.TILE, left, tiles)
 
 
 @jit_inner_numbers
-def _add_slots(high, low, values, stride, slot, near, listed, count, out, dim):
-    """Add up the values of up to STEP slots for one query, as `add_like_tiles` describes."""
-    place = 0
-    while place < dim:
-        v, to, rest = values + place * 2, out + place * 4, dim - place
-        if rest >= MIXED * f.TILE:
-            _add_all(high, low, v, stride, slot, near, listed, count, to, 0)
+def _see(note, block, queries, group, starts, near, only):
+    """Note how many slots, `near` ones and its tail, each query of a block sees.
+
+    If `only` is not negative, it is the only token that sees any.
+    """
+    ends = numbers(note, _WORD)
+    for q in range(f.TILE):
+        t = (block * f.TILE + q) // group
+        ends[q] = _WORD
+        if block * f.TILE + q < queries and (only < 0 or only == t):
+            ends[q] = np.int32(near + starts[t + 1] - starts[t])
+
+
+@jit_inner_numbers
+def _score(keys, stride, slots, dim, packed, out, room, tiles):
+    """Write the scores of 16 queries for some slots, [slots][16]."""
+    slot, steps, tail = 0, dim // STEP, dim % STEP
+    while slot < slots:
+        height = PAIR if slots - slot >= PAIR else min(f.TILE, slots - slot)
+        if height < f.TILE:
+            configure(room, height, f.TILE, tiles)
+        key, to = keys + slot * stride, out + slot * 64
+        _dots(key, stride, packed, 0, 1, f.TILE, steps, tail, to, 1, 0, 0, height, room, tiles)
+        slot += height
+        if height < f.TILE:
+            configure(room, f.TILE, f.TILE, tiles)
+
+
+@jit_inner_numbers
+def _mix(weights, values, width, slots, out, room, tiles):
+    """Add weighted values to tiles, [width / 16] of [16 numbers][16 queries]."""
+    place, by = 0, width * 64
+    while place < width:
+        v, to = values + place * 64, out + place * 64
+        if place + MIXED * f.TILE <= width:
+            _mix_all(weights, v, by, slots // STEP, to, room, tiles)
             place += MIXED * f.TILE
-        elif rest >= f.TILE:
-            _add_one(high, low, v, stride, slot, near, listed, count, to, 0)
-            place += f.TILE
         else:
-            _add_rest(high, low, v, stride, slot, near, listed, count, to, rest)
-            place = dim
+            _mix_one(weights, v, by, slots // STEP, to, room, tiles)
+            place += f.TILE

@@ -20,7 +20,6 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from lookahead_hf.engines.cpu.kernels.fields import SIDE_BY_SIDE
 from lookahead_hf.engines.cpu.kernels.llvm import (
@@ -34,6 +33,9 @@ from lookahead_hf.engines.cpu.kernels.llvm import (
     LINE,
     add_pairs,
     bytes_of,
+    emits,
+    emits_float32,
+    emits_int64,
     first_lanes,
     fma,
     fold_totals,
@@ -70,24 +72,16 @@ def read_as(kind: Any) -> Any:
     return kind if uses_pairs(kind) else FLOAT32
 
 
-@intrinsic
-def is_widened(typing, kind):
+@partial(emits, result=types.boolean)
+def is_widened(context, builder, kind):
     """Return whether tokens have to be turned into float32 before they are multiplied."""
-
-    def generate(context, builder, signature, arguments):
-        return context.get_constant(types.boolean, read_as(kind) != kind)
-
-    return types.boolean(kind), generate
+    return context.get_constant(types.boolean, read_as(kind) != kind)
 
 
-@intrinsic
-def in_vector(typing, kind):
+@emits_int64
+def in_vector(context, builder, kind):
     """Return how many numbers of a kind are multiplied at a time."""
-
-    def generate(context, builder, signature, arguments):
-        return int64(2 * LANES if uses_pairs(kind) else LANES)
-
-    return types.int64(kind), generate
+    return int64(2 * LANES if uses_pairs(kind) else LANES)
 
 
 def dots(num_rows: int, counts: Sequence[int], lines: int = 0) -> Any:
@@ -104,61 +98,57 @@ def dots(num_rows: int, counts: Sequence[int], lines: int = 0) -> Any:
         lines: Lines to ask for with vectors of a line; narrower ones ask for fewer.
     """
 
-    @intrinsic
-    def multiply(typing, w, w_stride, x, x_stride, size, count, out, out_stride, ahead, kind):
+    @emits
+    def multiply(
+        context, builder, w, w_stride, x, x_stride, size, count, out, out_stride, ahead, kind
+    ):
         of_token, pairs = read_as(kind), uses_pairs(kind)
         at_a_time = 2 * LANES if pairs else LANES
         read, add = (load_pairs, add_pairs) if pairs else (load_wide, fma)
         asked = lines and max(1, lines * at_a_time * bytes_of(kind) // LINE)
+        zero = ir.Constant(vector_of(F32), [0.0] * LANES)
 
-        def generate(context, builder, signature, arguments):
-            w, w_stride, x, x_stride, size, count, out, out_stride, ahead, _ = arguments
-            zero = ir.Constant(vector_of(F32), [0.0] * LANES)
+        def firsts(base: Any, stride: Any, count: int, kind: Any) -> list[Any]:
+            by = builder.mul(stride, int64(bytes_of(kind)))
+            return [builder.add(base, builder.mul(by, int64(i))) for i in range(count)]
 
-            def firsts(base: Any, stride: Any, count: int, kind: Any) -> list[Any]:
-                by = builder.mul(stride, int64(bytes_of(kind)))
-                return [builder.add(base, builder.mul(by, int64(i))) for i in range(count)]
+        def multiply_by(num_tokens: int) -> None:
+            rows = firsts(w, w_stride, num_rows, kind)
+            tokens = firsts(x, x_stride, num_tokens, of_token)
+            number_of_sums = num_rows * num_tokens
+            sums = [cgutils.alloca_once_value(builder, zero) for _ in range(number_of_sums)]
 
-            def multiply_by(num_tokens: int) -> None:
-                rows = firsts(w, w_stride, num_rows, kind)
-                tokens = firsts(x, x_stride, num_tokens, of_token)
-                number_of_sums = num_rows * num_tokens
-                sums = [cgutils.alloca_once_value(builder, zero) for _ in range(number_of_sums)]
+            def add_products(place: Any, rest: Any) -> None:
+                weights = [read(builder, each, place, kind, rest) for each in rows]
+                for t, token in enumerate(tokens):
+                    number = read(builder, token, place, of_token, rest)
+                    for r, weight in enumerate(weights):
+                        total = sums[t * num_rows + r]
+                        builder.store(add(builder, weight, number, builder.load(total)), total)
 
-                def add_products(place: Any, rest: Any) -> None:
-                    weights = [read(builder, each, place, kind, rest) for each in rows]
-                    for t, token in enumerate(tokens):
-                        number = read(builder, token, place, of_token, rest)
-                        for r, weight in enumerate(weights):
-                            total = sums[t * num_rows + r]
-                            builder.store(add(builder, weight, number, builder.load(total)), total)
+            num_vectors = builder.udiv(size, int64(at_a_time))
+            with cgutils.for_range(builder, num_vectors, intp=I64) as loop:
+                if asked:
+                    first = builder.add(ahead, builder.mul(loop.index, int64(asked * LINE)))
+                    for line in range(asked):
+                        prefetch(builder, builder.add(first, int64(line * LINE)))
+                add_products(builder.mul(loop.index, int64(at_a_time)), None)
+            rest = builder.urem(size, int64(at_a_time))
+            with builder.if_then(builder.icmp_unsigned("!=", rest, int64(0)), likely=False):
+                add_products(builder.sub(size, rest), rest)
+            totals = [builder.load(each) for each in sums]
+            _write_totals(builder, totals, num_rows, out, out_stride)
 
-                num_vectors = builder.udiv(size, int64(at_a_time))
-                with cgutils.for_range(builder, num_vectors, intp=I64) as loop:
-                    if asked:
-                        first = builder.add(ahead, builder.mul(loop.index, int64(asked * LINE)))
-                        for line in range(asked):
-                            prefetch(builder, builder.add(first, int64(line * LINE)))
-                    add_products(builder.mul(loop.index, int64(at_a_time)), None)
-                rest = builder.urem(size, int64(at_a_time))
-                with builder.if_then(builder.icmp_unsigned("!=", rest, int64(0)), likely=False):
-                    add_products(builder.sub(size, rest), rest)
-                totals = [builder.load(each) for each in sums]
-                _write_totals(builder, totals, num_rows, out, out_stride)
-
-            blocks = [builder.append_basic_block() for _ in counts]
-            end = builder.append_basic_block()
-            switch = builder.switch(count, blocks[-1])
-            for num_tokens, block in zip(counts, blocks, strict=True):
-                if block is not blocks[-1]:
-                    switch.add_case(int64(num_tokens), block)
-                builder.position_at_end(block)
-                multiply_by(num_tokens)
-                builder.branch(end)
-            builder.position_at_end(end)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 9, kind), generate
+        blocks = [builder.append_basic_block() for _ in counts]
+        end = builder.append_basic_block()
+        switch = builder.switch(count, blocks[-1])
+        for num_tokens, block in zip(counts, blocks, strict=True):
+            if block is not blocks[-1]:
+                switch.add_case(int64(num_tokens), block)
+            builder.position_at_end(block)
+            multiply_by(num_tokens)
+            builder.branch(end)
+        builder.position_at_end(end)
 
     return multiply
 
@@ -177,23 +167,18 @@ def _write_totals(builder: Any, sums: list[Any], num_rows: int, out: Any, out_st
             builder.store(part, pointer_at(builder, out, offset, 4, part.type), align=4)
 
 
-@intrinsic
-def touch(typing, address, size):
+@emits
+def touch(context, builder, address, size):
     """Read every cache line of some bytes, in order.
 
     A core prefetches one stream well, but not four short ones side by side: rows of a weight that
     are multiplied together arrive at 11 GB/s, and at 24 if they were touched first.
     """
-
-    def generate(context, builder, signature, arguments):
-        sink = ir.InlineAsm(ir.FunctionType(ir.VoidType(), [I32]), "", "r", side_effect=True)
-        count = builder.udiv(arguments[1], int64(LINE))
-        with cgutils.for_range(builder, count, intp=I64) as loop:
-            pointer = pointer_at(builder, arguments[0], loop.index, LINE, I32)
-            builder.call(sink, (builder.load(pointer),))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
+    sink = ir.InlineAsm(ir.FunctionType(ir.VoidType(), [I32]), "", "r", side_effect=True)
+    count = builder.udiv(size, int64(LINE))
+    with cgutils.for_range(builder, count, intp=I64) as loop:
+        pointer = pointer_at(builder, address, loop.index, LINE, I32)
+        builder.call(sink, (builder.load(pointer),))
 
 
 def mix(num_queries: int, num_vectors: int, is_partial: bool = False) -> Any:
@@ -209,49 +194,44 @@ def mix(num_queries: int, num_vectors: int, is_partial: bool = False) -> Any:
         is_partial: Whether the only vector has no more than `rest` numbers.
     """
 
-    @intrinsic
-    def add_up(typing, p, p_stride, v, v_stride, slots, count, out, out_stride, rest, kind):
-        def generate(context, builder, signature, arguments):
-            p, p_stride, v, v_stride, slots, count, out, out_stride, rest, _ = arguments
-            vector, rest = vector_of(F32), rest if is_partial else None
-            pairs = [(q, i) for q in range(num_queries) for i in range(num_vectors)]
+    @emits
+    def add_up(
+        context, builder, p, p_stride, v, v_stride, slots, count, out, out_stride, rest, kind
+    ):
+        vector, rest = vector_of(F32), rest if is_partial else None
+        pairs = [(q, i) for q in range(num_queries) for i in range(num_vectors)]
 
-            def place(q: int, i: int) -> Any:
-                return builder.add(builder.mul(out_stride, int64(q)), int64(i * LANES))
+        def place(q: int, i: int) -> Any:
+            return builder.add(builder.mul(out_stride, int64(q)), int64(i * LANES))
 
-            sums = {
-                pair: cgutils.alloca_once_value(
-                    builder, load_wide(builder, out, place(*pair), FLOAT32, rest)
+        sums = {
+            pair: cgutils.alloca_once_value(
+                builder, load_wide(builder, out, place(*pair), FLOAT32, rest)
+            )
+            for pair in pairs
+        }
+        is_listed = builder.icmp_unsigned("!=", slots, int64(0))
+        with cgutils.for_range(builder, count, intp=I64) as loop:
+            slot = cgutils.alloca_once_value(builder, loop.index)
+            builder.store(loop.index, slot)
+            with builder.if_then(is_listed):
+                builder.store(builder.load(pointer_at(builder, slots, loop.index, 8, I64)), slot)
+            first = builder.mul(builder.load(slot), v_stride)
+            values = [
+                load_wide(builder, v, builder.add(first, int64(i * LANES)), kind, rest)
+                for i in range(num_vectors)
+            ]
+            for q in range(num_queries):
+                offset = builder.add(builder.mul(p_stride, int64(q)), loop.index)
+                weight = spread(
+                    builder, builder.load(pointer_at(builder, p, offset, 4, F32)), vector
                 )
-                for pair in pairs
-            }
-            is_listed = builder.icmp_unsigned("!=", slots, int64(0))
-            with cgutils.for_range(builder, count, intp=I64) as loop:
-                slot = cgutils.alloca_once_value(builder, loop.index)
-                builder.store(loop.index, slot)
-                with builder.if_then(is_listed):
-                    builder.store(
-                        builder.load(pointer_at(builder, slots, loop.index, 8, I64)), slot
-                    )
-                first = builder.mul(builder.load(slot), v_stride)
-                values = [
-                    load_wide(builder, v, builder.add(first, int64(i * LANES)), kind, rest)
-                    for i in range(num_vectors)
-                ]
-                for q in range(num_queries):
-                    offset = builder.add(builder.mul(p_stride, int64(q)), loop.index)
-                    weight = spread(
-                        builder, builder.load(pointer_at(builder, p, offset, 4, F32)), vector
-                    )
-                    for i, value in enumerate(values):
-                        total = sums[q, i]
-                        builder.store(fma(builder, weight, value, builder.load(total)), total)
-            for pair in pairs:
-                pointer = pointer_at(builder, out, place(*pair), 4, vector)
-                store_vector(builder, builder.load(sums[pair]), pointer, rest)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 9, kind), generate
+                for i, value in enumerate(values):
+                    total = sums[q, i]
+                    builder.store(fma(builder, weight, value, builder.load(total)), total)
+        for pair in pairs:
+            pointer = pointer_at(builder, out, place(*pair), 4, vector)
+            store_vector(builder, builder.load(sums[pair]), pointer, rest)
 
     return add_up
 
@@ -259,24 +239,20 @@ def mix(num_queries: int, num_vectors: int, is_partial: bool = False) -> Any:
 def _reduced(combine: Any, start: float, fold: Any) -> Any:
     """Make a function that combines `count` numbers in lanes, and folds the lanes."""
 
-    @intrinsic
-    def reduce(typing, address, count, kind):
-        def generate(context, builder, signature, arguments):
-            address, count, _ = arguments
-            total = cgutils.alloca_once_value(builder, ir.Constant(vector_of(F32), [start] * LANES))
+    @emits_float32
+    def reduce(context, builder, address, count, kind):
+        total = cgutils.alloca_once_value(builder, ir.Constant(vector_of(F32), [start] * LANES))
 
-            def add(index: Any, rest: Any) -> None:
-                place = builder.mul(index, int64(LANES))
-                numbers = load_wide(builder, address, place, kind, rest)
-                if rest is not None and start:
-                    outside = ir.Constant(vector_of(F32), [start] * LANES)
-                    numbers = builder.select(first_lanes(builder, rest, LANES), numbers, outside)
-                builder.store(combine(builder, builder.load(total), numbers), total)
+        def add(index: Any, rest: Any) -> None:
+            place = builder.mul(index, int64(LANES))
+            numbers = load_wide(builder, address, place, kind, rest)
+            if rest is not None and start:
+                outside = ir.Constant(vector_of(F32), [start] * LANES)
+                numbers = builder.select(first_lanes(builder, rest, LANES), numbers, outside)
+            builder.store(combine(builder, builder.load(total), numbers), total)
 
-            in_pieces(builder, count, LANES, add)
-            return folded(builder, builder.load(total), partial(fold, builder))
-
-        return types.float32(types.int64, types.int64, kind), generate
+        in_pieces(builder, count, LANES, add)
+        return folded(builder, builder.load(total), partial(fold, builder))
 
     return reduce
 

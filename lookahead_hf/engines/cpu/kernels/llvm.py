@@ -8,7 +8,9 @@ held as their bits: bfloat16 as uint16, float16 as int16.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -37,6 +39,37 @@ BFLOAT16, FLOAT16, FLOAT32 = types.uint16, types.int16, types.float32  # The kin
 
 F16, F32 = ir.HalfType(), ir.FloatType()
 I16, I32, I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+
+
+def emits(function: Callable[..., Any], result: Any = types.void) -> Any:
+    """Make an intrinsic of a function that emits its code, and returns a `result` if there is one.
+
+    The function takes numba's context, LLVM's builder and the arguments: addresses and whole
+    numbers as int64, others as float32; of a `kind` and of `tiles`, it takes the type.
+    """
+    names = list(inspect.signature(function).parameters)[2:]
+
+    def given(name: str, kind: Any, value: Any) -> Any:
+        return kind if name in ("kind", "tiles") else value
+
+    def define(typing: Any, *kinds: Any) -> Any:
+        numbers = [types.float32 if isinstance(k, types.Float) else types.int64 for k in kinds]
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            made = function(context, builder, *map(given, names, kinds, arguments))
+            return context.get_dummy_value() if made is None else made
+
+        return result(*map(given, names, kinds, numbers)), generate
+
+    kept = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in ("typing", *names)
+    ]
+    vars(define).update(__signature__=inspect.Signature(kept))
+    define.__name__ = function.__name__
+    return intrinsic(define)
+
+
+emits_int64, emits_float32 = (partial(emits, result=each) for each in (types.int64, types.float32))
 
 
 class BFloat(ir.types.Type):
@@ -174,17 +207,18 @@ def all_of(kind: Any, number: float) -> Any:
 
 
 def exp_of(builder: Any, x: Any) -> Any:
-    """Return e**x of a vector within two units of the last place; 0 below -87, e**88 above 88."""
+    """Return e**x of a vector within two units of the last place; x counts as -87 to 88."""
     words = vector_of(I32, x.type.count)
 
     def number(value: float) -> Any:
         return all_of(x.type, value)
 
-    is_small = builder.fcmp_ordered("<", x, number(-87.0))
-    x = builder.select(is_small, number(-87.0), x)
-    x = builder.select(builder.fcmp_ordered(">", x, number(88.0)), number(88.0), x)
-    magic = number(12582912.0)  # adding and taking it away leaves a whole number
-    n = builder.fsub(builder.fadd(builder.fmul(x, number(1.44269504)), magic), magic)
+    for sign, limit in (("<", -87.0), (">", 88.0)):
+        is_beyond = builder.fcmp_ordered(sign, x, number(limit))
+        x = builder.select(is_beyond, number(limit), x)
+    magic = number(12582912.0)  # its last bits become those of the whole number that is added
+    t = fma(builder, x, number(1.44269504), magic)
+    n = builder.fsub(t, magic)
     r = fma(builder, n, number(-0.693359375), x)
     r = fma(builder, n, number(2.12194440e-4), r)
     p = number(1.9875691500e-4)
@@ -192,9 +226,9 @@ def exp_of(builder: Any, x: Any) -> Any:
     for term in terms:
         p = fma(builder, p, r, number(term))
     p = fma(builder, builder.fmul(p, r), r, builder.fadd(r, number(1.0)))
-    whole = builder.add(builder.fptosi(n, words), all_of(words, 127))
-    power = builder.bitcast(builder.shl(whole, all_of(words, 23)), x.type)
-    return builder.select(is_small, number(0.0), builder.fmul(p, power))
+    exponent = builder.shl(builder.bitcast(t, words), all_of(words, 23))
+    power = builder.add(exponent, all_of(words, 127 << 23))
+    return builder.fmul(p, builder.bitcast(power, x.type))
 
 
 def tanh_of(builder: Any, x: Any) -> Any:
@@ -295,14 +329,10 @@ def longs(typing, address):
     return types.CPointer(types.int64)(types.int64), generate
 
 
-@intrinsic
-def width_of(typing, kind):
+@emits_int64
+def width_of(context, builder, kind):
     """Return the bytes of a number of a kind."""
-
-    def generate(context, builder, signature, arguments):
-        return int64(bytes_of(kind))
-
-    return types.int64(kind), generate
+    return int64(bytes_of(kind))
 
 
 @intrinsic
@@ -318,61 +348,41 @@ def wide(typing, number):
     return types.float32(number), generate
 
 
-@intrinsic
-def take(typing, address):
+@emits_int64
+def take(context, builder, address):
     """Add one to an int64 that threads share, and return its old value."""
-
-    def generate(context, builder, signature, arguments):
-        pointer = builder.inttoptr(arguments[0], I64.as_pointer())
-        return builder.atomic_rmw("add", pointer, int64(1), "acq_rel")
-
-    return types.int64(types.int64), generate
+    pointer = builder.inttoptr(address, I64.as_pointer())
+    return builder.atomic_rmw("add", pointer, int64(1), "acq_rel")
 
 
-@intrinsic
-def look(typing, address):
+@emits_int64
+def look(context, builder, address):
     """Load an int64 that threads share, with acquire ordering."""
-
-    def generate(context, builder, signature, arguments):
-        pointer = builder.inttoptr(arguments[0], I64.as_pointer())
-        return builder.load_atomic(pointer, "acquire", 8)
-
-    return types.int64(types.int64), generate
+    pointer = builder.inttoptr(address, I64.as_pointer())
+    return builder.load_atomic(pointer, "acquire", 8)
 
 
-@intrinsic
-def yield_core(typing):
+@emits
+def yield_core(context, builder):
     """Yield the core to another thread."""
-
-    def generate(context, builder, signature, arguments):
-        builder.call(declared(builder, I32, [], "sched_yield"), ())
-        return context.get_dummy_value()
-
-    return types.void(), generate
+    builder.call(declared(builder, I32, [], "sched_yield"), ())
 
 
-@intrinsic
-def float_of(typing, bits):
+@emits_float32
+def float_of(context, builder, bits):
     """Return the float32 number whose bits an int64 holds."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.bitcast(builder.trunc(arguments[0], I32), F32)
-
-    return types.float32(types.int64), generate
+    return builder.bitcast(builder.trunc(bits, I32), F32)
 
 
-@intrinsic
-def flushed_fma(typing, a, b, total):
+@emits_float32
+def flushed_fma(context, builder, a, b, total):
     """Return a * b + total of float32 numbers, rounded once; denormal numbers count as zero."""
 
-    def generate(context, builder, signature, arguments):
-        def flushed(number):
-            bits = builder.bitcast(number, I32)
-            is_tiny = builder.icmp_unsigned("==", builder.and_(bits, I32(0x7F800000)), I32(0))
-            sign = builder.and_(bits, I32(0x80000000))
-            return builder.bitcast(builder.select(is_tiny, sign, bits), F32)
+    def flushed(number):
+        bits = builder.bitcast(number, I32)
+        is_tiny = builder.icmp_unsigned("==", builder.and_(bits, I32(0x7F800000)), I32(0))
+        sign = builder.and_(bits, I32(0x80000000))
+        return builder.bitcast(builder.select(is_tiny, sign, bits), F32)
 
-        fma = declared(builder, F32, [F32] * 3, "llvm.fma.f32")
-        return flushed(builder.call(fma, [flushed(each) for each in arguments]))
-
-    return types.float32(*[types.float32] * 3), generate
+    fma = declared(builder, F32, [F32] * 3, "llvm.fma.f32")
+    return flushed(builder.call(fma, [flushed(each) for each in (a, b, total)]))

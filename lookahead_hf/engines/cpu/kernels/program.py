@@ -160,11 +160,11 @@ class JobRunner:
         if len(self._counters) < num_counters:
             self._counters = np.empty(num_counters, np.int64)
         if len(self._scratch) < floats * num_threads:
-            self._scratch = np.empty(floats * num_threads * 5 // 4, np.float32)
+            self._scratch = np.empty(floats * num_threads * 5 // 4 + 16, np.float32)
         job = self._job
         job[fields.TOKENS], job[fields.NUM_OPS] = num_tokens, count
         job[fields.FIRST_OP] = self.ops.ctypes.data + first * self.ops.strides[0]
-        job[fields.SCRATCH] = self._scratch.ctypes.data
+        job[fields.SCRATCH] = (self._scratch.ctypes.data + 63) // 64 * 64  # lines of a cache
         job[fields.SCRATCH_SIZE] = floats * 4
         job[fields.THREADS], job[fields.TILE_ROOM] = num_threads, room
         job[fields.COUNTERS] = self._counters.ctypes.data

@@ -7,20 +7,21 @@ The sums that vectors add up here have the order of those of tiles.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
+from lookahead_hf.engines.cpu.kernels._vectors_numba import larger
 from lookahead_hf.engines.cpu.kernels.fields import TILE
 from lookahead_hf.engines.cpu.kernels.llvm import (
-    BFLOAT16,
     F32,
     I16,
     I32,
     I64,
     all_of,
+    emits,
+    exp_of,
     fma,
     in_pieces,
     int64,
@@ -30,7 +31,6 @@ from lookahead_hf.engines.cpu.kernels.llvm import (
     spread,
     store_vector,
     vector_of,
-    widened,
 )
 from lookahead_hf.engines.cpu.kernels.tiles import STEP
 
@@ -65,145 +65,165 @@ def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
     return out
 
 
-@intrinsic
-def store_tile(typing, c, count, out, out_stride, rows):
+@emits
+def store_tile(context, builder, c, count, out, out_stride, rows):
     """Write a tile, [16 rows][16 tokens], as tokens of `rows` numbers, `out_stride` bytes apart."""
-
-    def generate(context, builder, signature, arguments):
-        c, count, out, out_stride, rows = arguments
-        numbers = [
-            builder.load(pointer_at(builder, c, int64(i), 64, SINGLES), align=4)
-            for i in range(TILE)
-        ]
-        is_whole = builder.icmp_unsigned("==", rows, int64(TILE))
-        for t, row in enumerate(_transposed(builder, numbers)):
-            with builder.if_then(builder.icmp_unsigned("<", int64(t), count)):
-                at = builder.add(out, builder.mul(out_stride, int64(t)))
-                to = builder.inttoptr(at, SINGLES.as_pointer())
-                with builder.if_else(is_whole) as (whole, part):
-                    with whole:
-                        builder.store(row, to, align=4)
-                    with part:
-                        store_vector(builder, row, to, rows)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 5), generate
+    numbers = [
+        builder.load(pointer_at(builder, c, int64(i), 64, SINGLES), align=4) for i in range(TILE)
+    ]
+    is_whole = builder.icmp_unsigned("==", rows, int64(TILE))
+    for t, row in enumerate(_transposed(builder, numbers)):
+        with builder.if_then(builder.icmp_unsigned("<", int64(t), count)):
+            at = builder.add(out, builder.mul(out_stride, int64(t)))
+            to = builder.inttoptr(at, SINGLES.as_pointer())
+            with builder.if_else(is_whole) as (whole, part):
+                with whole:
+                    builder.store(row, to, align=4)
+                with part:
+                    store_vector(builder, row, to, rows)
 
 
-@intrinsic
-def pack_tokens(typing, x, x_stride, count, columns, size, out):
+@emits
+def pack_tokens(context, builder, x, x_stride, count, columns, size, out):
     """Write up to 16 tokens of `size` numbers in pairs: [ceil(size / 32)][16 pairs][columns][2].
 
     Columns without a token hold numbers of the first one. Behind the last number there are zeros up
     to a whole tile. Up to 64 bytes behind the result are overwritten. `x_stride` is bytes. A single
     token whose size is a multiple of 32 is packed as it is.
     """
+    row_bytes = builder.mul(columns, int64(4))
+    firsts = []
+    for t in range(TILE):
+        is_there = builder.icmp_unsigned("<", int64(t), count)
+        place = builder.select(is_there, int64(t), int64(0))
+        firsts.append(builder.add(x, builder.mul(place, x_stride)))
 
-    def generate(context, builder, signature, arguments):
-        x, x_stride, count, columns, size, out = arguments
-        row_bytes = builder.mul(columns, int64(4))
-        firsts = []
-        for t in range(TILE):
-            is_there = builder.icmp_unsigned("<", int64(t), count)
-            place = builder.select(is_there, int64(t), int64(0))
-            firsts.append(builder.add(x, builder.mul(place, x_stride)))
+    def pack(step: Any, rest: Any) -> None:
+        at = builder.mul(step, int64(STEP))
+        rows = [
+            builder.bitcast(load_bits(builder, first, at, 2, STEP, rest), WORDS) for first in firsts
+        ]
+        to = builder.add(out, builder.mul(builder.mul(step, int64(TILE)), row_bytes))
+        for k, row in enumerate(_transposed(builder, rows)):  # each over the end of the last
+            address = builder.add(to, builder.mul(row_bytes, int64(k)))
+            builder.store(row, builder.inttoptr(address, WORDS.as_pointer()), align=4)
 
-        def pack(step: Any, rest: Any) -> None:
-            at = builder.mul(step, int64(STEP))
-            rows = [
-                builder.bitcast(load_bits(builder, first, at, 2, STEP, rest), WORDS)
-                for first in firsts
-            ]
-            to = builder.add(out, builder.mul(builder.mul(step, int64(TILE)), row_bytes))
-            for k, row in enumerate(_transposed(builder, rows)):  # each over the end of the last
-                address = builder.add(to, builder.mul(row_bytes, int64(k)))
-                builder.store(row, builder.inttoptr(address, WORDS.as_pointer()), align=4)
-
-        in_pieces(builder, size, STEP, pack)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 6), generate
+    in_pieces(builder, size, STEP, pack)
 
 
-@intrinsic
-def interleave(typing, v, v_stride, pairs, dim, out):
-    """Write values of pairs of slots as tiles, [ceil(dim / 16)][pairs][16][2].
+@emits
+def turn(context, builder, rows, slots, dim, out):
+    """Write values as tiles of 32 slots, [slots / 32][ceil(dim / 16)][16 numbers][32].
 
-    Behind the last number there are zeros up to a whole tile. `v_stride` is bytes.
+    `rows` are the addresses of the slots' values, [slots] int64. There are zeros behind the last
+    number of a slot.
     """
+    width = builder.udiv(builder.add(dim, int64(TILE - 1)), int64(TILE))
+    chunks = builder.udiv(slots, int64(STEP))
+    with cgutils.for_range(builder, chunks, intp=I64) as chunk:
+        places = [builder.add(builder.mul(chunk.index, int64(STEP)), int64(i)) for i in range(STEP)]
 
-    def generate(context, builder, signature, arguments):
-        v, v_stride, pairs, dim, out = arguments
-        with cgutils.for_range(builder, pairs, intp=I64) as pair:
-            first = builder.add(v, builder.mul(v_stride, builder.shl(pair.index, int64(1))))
-            slots = first, builder.add(first, v_stride)
-
-            def write(tile: Any, rest: Any) -> None:
-                at = builder.mul(tile, int64(TILE))
-                a, b = (
-                    builder.zext(load_bits(builder, each, at, 2, TILE, rest), WORDS)
-                    for each in slots
-                )
-                place = builder.add(builder.mul(tile, pairs), pair.index)
-                both = builder.or_(a, builder.shl(b, all_of(WORDS, 16)))
-                builder.store(both, pointer_at(builder, out, place, 64, WORDS), align=4)
-
-            in_pieces(builder, dim, TILE, write)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 5), generate
-
-
-def add_like_tiles(num_d: int, is_partial: bool = False) -> Any:
-    """Make a function that adds up the values of up to 32 slots as a tile does.
-
-    Slots are `near` ones from `slot` on, then those listed; the function adds to `num_d` vectors
-    of 16 float32 numbers at `out`. If it `is_partial`, values have only `rest` numbers there.
-    """
-
-    @intrinsic
-    def add(typing, high, low, values, stride, slot, near, listed, count, out, rest):
-        def generate(context, builder, signature, arguments):
-            high, low, values, stride, slot, near, listed, count, out, rest = arguments
-            sums = [
-                [cgutils.alloca_once_value(builder, all_of(SINGLES, 0.0)) for _ in range(num_d)]
-                for _ in range(4)
+        def write(tile: Any, rest: Any) -> None:
+            at = builder.mul(tile, int64(TILE))
+            found = [
+                builder.zext(load_bits(builder, row, at, 2, TILE, rest), WORDS)
+                for row in [builder.load(pointer_at(builder, rows, i, 8, I64)) for i in places]
             ]
+            pairs = [
+                builder.or_(a, builder.shl(b, all_of(WORDS, 16)))
+                for a, b in zip(found[::2], found[1::2], strict=True)
+            ]
+            first = builder.mul(builder.add(builder.mul(chunk.index, width), tile), int64(TILE))
+            for k, row in enumerate(_transposed(builder, pairs)):
+                to = pointer_at(builder, out, builder.add(first, int64(k)), 64, WORDS)
+                builder.store(row, to, align=4)
 
-            def weight(base: Any, s: Any) -> Any:
-                bits = builder.load(pointer_at(builder, base, s, 2, I16))
-                wide = builder.bitcast(builder.shl(builder.zext(bits, I32), I32(16)), F32)
-                return spread(builder, wide, SINGLES)
+        in_pieces(builder, dim, TILE, write)
 
-            def take(s: Any, parity: int) -> None:
-                where = cgutils.alloca_once(builder, I64)
-                builder.store(builder.add(slot, s), where)
-                with builder.if_then(builder.icmp_signed(">=", s, near)):
-                    place = builder.sub(s, near)
-                    builder.store(builder.load(pointer_at(builder, listed, place, 8, I64)), where)
-                row = builder.add(values, builder.mul(builder.load(where), stride))
-                weights = weight(high, s), weight(low, s)
-                for d in range(num_d):
-                    place, part = int64(TILE * d), rest if is_partial else None
-                    v = widened(builder, load_bits(builder, row, place, 2, TILE, part), BFLOAT16)
-                    for chain, each in zip((parity, 2 + parity), weights, strict=True):
-                        total = sums[chain][d]
-                        builder.store(fma(builder, each, v, builder.load(total)), total)
 
-            with cgutils.for_range(builder, builder.udiv(count, int64(2)), intp=I64) as loop:
-                first = builder.mul(loop.index, int64(2))
-                take(first, 0)
-                take(builder.add(first, int64(1)), 1)
-            is_odd = builder.icmp_unsigned("!=", builder.urem(count, int64(2)), int64(0))
-            with builder.if_then(is_odd):
-                take(builder.sub(count, int64(1)), 0)
-            for d in range(num_d):
-                to = pointer_at(builder, out, int64(d), 64, SINGLES)
-                h0, h1, l0, l1 = (builder.load(sums[chain][d]) for chain in range(4))
-                total = builder.fadd(builder.load(to, align=4), builder.fadd(h0, h1))
-                builder.store(builder.fadd(total, builder.fadd(l0, l1)), to, align=4)
-            return context.get_dummy_value()
+def _at(builder: Any, base: Any, row: Any, kind: Any) -> Any:
+    return builder.load(pointer_at(builder, base, row, 64, kind), align=4)
 
-        return types.void(*[types.int64] * 10), generate
 
-    return add
+def _is_seen(builder: Any, note: Any, row: Any) -> Any:
+    at = spread(builder, builder.trunc(row, I32), WORDS)
+    return builder.icmp_signed("<", at, _at(builder, note, int64(0), WORDS))
+
+
+@emits
+def find_largest(context, builder, scores, whole, rows, note):
+    """Note the largest scores of 16 queries, which all see `whole` rows; see `weights`."""
+    found = cgutils.alloca_once_value(builder, all_of(SINGLES, float("-inf")))
+    with cgutils.for_range(builder, rows, intp=I64) as loop:
+        before = builder.load(found)
+        after = larger(builder, before, _at(builder, scores, loop.index, SINGLES))
+        is_seen = _is_seen(builder, note, builder.sub(loop.index, whole))
+        builder.store(builder.select(is_seen, after, before), found)
+    to = pointer_at(builder, note, int64(1), 64, SINGLES)
+    builder.store(builder.load(found), to, align=4)
+
+
+def weights(is_partial: bool = False, queries: int = TILE) -> Any:
+    """Make a function that turns scores, [rows][16 queries], into weights, not normalised.
+
+    Weights are two bfloat16 numbers each, [rows / 32][2 parts][16 pairs of rows][16][2]. A note has
+    16 numbers each: how many rows a query sees, which counts where scores are `is_partial`; the
+    largest scores; and four sums, to each of which every fourth row is added. Only the first
+    `queries` of the columns count, 4 or all.
+    """
+    at_once = TILE // queries  # rows of a vector
+
+    def load(builder: Any, base: Any, row: Any) -> Any:
+        parts = []
+        for i in range(at_once):
+            at = builder.add(row, int64(i))
+            parts.append(_at(builder, base, at, vector_of(F32, queries)))
+        while len(parts) > 1:
+            places = list(range(2 * parts[0].type.count))
+            pairs = zip(parts[::2], parts[1::2], strict=True)
+            parts = [shuffle(builder, a, b, places) for a, b in pairs]
+        return parts[0]
+
+    def rows_of(builder: Any, vectors: Iterable[Any]) -> list[Any]:
+        places = [list(range(start, start + queries)) for start in range(0, TILE, queries)]
+        return [shuffle(builder, each, each, part) for each in vectors for part in places]
+
+    def store(builder: Any, numbers: Any, base: Any, row: Any) -> None:
+        builder.store(numbers, pointer_at(builder, base, row, 64, numbers.type), align=4)
+
+    @emits
+    def weigh(context, builder, scores, rows, note, factor, weights):
+        totals = builder.add(note, int64(128))
+        factors, upper = spread(builder, factor, SINGLES), all_of(WORDS, 0xFFFF0000)
+        less = _at(builder, note, int64(1), SINGLES)
+        less = shuffle(builder, less, less, [i % queries for i in range(TILE)])
+        less = builder.fneg(builder.fmul(less, factors))
+        sums = [
+            cgutils.alloca_once_value(builder, load(builder, totals, int64(row)))
+            for row in range(0, 4, at_once)
+        ]
+        with cgutils.for_range(builder, builder.lshr(rows, int64(2)), intp=I64) as loop:
+            first, parts = builder.shl(loop.index, int64(2)), list[Any]()
+            for i, total in enumerate(sums):
+                row = builder.add(first, int64(i * at_once))
+                x = fma(builder, load(builder, scores, row), factors, less)
+                weight = exp_of(builder, x)
+                if is_partial:
+                    is_seen = _is_seen(builder, note, row)
+                    weight = builder.select(is_seen, weight, all_of(SINGLES, 0.0))
+                builder.store(builder.fadd(builder.load(total), weight), total)
+                high = builder.and_(builder.bitcast(weight, WORDS), upper)
+                low = builder.fsub(weight, builder.bitcast(high, SINGLES))
+                low = builder.and_(builder.bitcast(low, WORDS), upper)
+                parts.append((high, low))
+            pair = builder.and_(builder.shl(loop.index, int64(1)), int64(TILE - 1))
+            tile = builder.sub(first, pair)
+            for number, part in enumerate(zip(*parts, strict=True)):
+                split = rows_of(builder, part)
+                for i, (even, odd) in enumerate(zip(split[::2], split[1::2], strict=True)):
+                    both = builder.or_(builder.lshr(even, all_of(even.type, 16)), odd)
+                    store(builder, both, weights, builder.add(tile, int64(number * TILE + i)))
+        for row, numbers in enumerate(rows_of(builder, map(builder.load, sums))):
+            store(builder, numbers, totals, int64(row))
+
+    return weigh

@@ -21,12 +21,13 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, register_jitable
+from numba.extending import register_jitable
 
 from lookahead_hf.engines.cpu.kernels.fields import TILE
 from lookahead_hf.engines.cpu.kernels.llvm import (
     I64,
     declared,
+    emits,
     flushed_fma,
     int64,
     load_bits,
@@ -157,117 +158,101 @@ def _add_products(room, total, a, b):
             sums[n] = flushed_fma(_ONE, sums[n], flushed_fma(_ONE, even, odd))
 
 
-@intrinsic
-def release_tiles(typing, room, tiles):
+@emits
+def release_tiles(context, builder, room, tiles):
     """Return the tiles to their first state, so that Linux need not save 8 KB for the thread."""
-
-    def generate(context, builder, signature, arguments):
-        _Tiles(context, builder, arguments[0], tiles).release()
-        return context.get_dummy_value()
-
-    return types.void(types.int64, tiles), generate
+    _Tiles(context, builder, room, tiles).release()
 
 
-@intrinsic
-def configure(typing, room, rows, columns, tiles):
+@emits
+def configure(context, builder, room, rows, columns, tiles):
     """Load a configuration for rows and tokens; the STATE bytes at `room` stay the thread's."""
-
-    def generate(context, builder, signature, arguments):
-        room, rows, columns, _ = arguments
-        width = builder.mul(columns, int64(4))
-        of_tile = dict.fromkeys(SUMS, (rows, width))
-        of_tile |= dict.fromkeys(ROWS_AT, (rows, int64(64)))
-        of_tile |= dict.fromkeys(TOKENS_AT, (int64(TILE), width))
-        words = [int64(1)] + [int64(0)] * 7  # palette 1, start row 0
-        for tile, (height, bytes_of_row) in of_tile.items():
-            at, shift = 2 + tile // 4, tile % 4 * 16
-            words[at] = builder.or_(words[at], builder.shl(bytes_of_row, int64(shift)))
-            words[6] = builder.or_(words[6], builder.shl(height, int64(8 * tile)))
-        for i, word in enumerate(words):
-            builder.store(word, pointer_at(builder, room, int64(i), 8, I64), align=1)
-        _Tiles(context, builder, room, tiles).configure()
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 3, tiles), generate
+    width = builder.mul(columns, int64(4))
+    of_tile = dict.fromkeys(SUMS, (rows, width))
+    of_tile |= dict.fromkeys(ROWS_AT, (rows, int64(64)))
+    of_tile |= dict.fromkeys(TOKENS_AT, (int64(TILE), width))
+    words = [int64(1)] + [int64(0)] * 7  # palette 1, start row 0
+    for tile, (height, bytes_of_row) in of_tile.items():
+        at, shift = 2 + tile // 4, tile % 4 * 16
+        words[at] = builder.or_(words[at], builder.shl(bytes_of_row, int64(shift)))
+        words[6] = builder.or_(words[6], builder.shl(height, int64(8 * tile)))
+    for i, word in enumerate(words):
+        builder.store(word, pointer_at(builder, room, int64(i), 8, I64), align=1)
+    _Tiles(context, builder, room, tiles).configure()
 
 
 def tile_dots(num_a: int, num_b: int) -> Any:
     """Make a function that multiplies tiles of a weight by tiles of tokens, 1 or 2 of each.
 
-    The function reads row r at `w + r * length` and block b of tokens, as `pack_tokens` writes it
-    with `columns` tokens, at `x + b * by`: `steps` tiles each. Tile a of rows by block b,
+    The function reads row r at `w + r * pitch` and block b of tokens, as `pack_tokens` writes it
+    with `width` tokens, at `x + b * by`: `steps` tiles each. Tile a of rows by block b,
     [16][16] float32, is at `c + (a * num_b + b) * 1024`; unless it is `new`, products are added to
     what is there. Strides are bytes.
 
-    With every tile of the weight it asks memory for lines from `ahead` on: `asks` quarters of as
+    With every tile of the weight it asks memory for lines from `ahead` on: `ask` quarters of as
     many as the tile has. If `tail` is not 0, there is a last tile of `tail` numbers (1 to 31):
     tiles have no masks, so its rows are copied to the room behind the state, with zeros behind
     them. A single tile has `rows` rows.
     """
     sums = [SUMS[a * num_b : (a + 1) * num_b] for a in range(num_a)]
 
-    @intrinsic
+    @emits
     def multiply(
-        typing, w, length, x, by, columns, steps, tail, c, new, ahead, asks, rows, room, tiles
+        context, builder, w, pitch, x, by, width, steps, tail, c, new, ahead, ask, rows, room, tiles
     ):
-        def generate(context, builder, signature, arguments):
-            w, length, x, by, columns, steps, tail, c, new, ahead, asks, rows, room, _ = arguments
-            emit = _Tiles(context, builder, room, tiles)
-            blocks = [builder.add(x, builder.mul(by, int64(b))) for b in range(num_b)]
-            heights = [builder.mul(length, int64(TILE * a)) for a in range(num_a)]
-            b_row = builder.mul(columns, int64(4))
-            b_tile = builder.mul(b_row, int64(TILE))
-            totals = [(n, builder.add(c, int64(TILE_BYTES * n))) for n in range(num_a * num_b)]
+        emit = _Tiles(context, builder, room, tiles)
+        blocks = [builder.add(x, builder.mul(by, int64(b))) for b in range(num_b)]
+        heights = [builder.mul(pitch, int64(TILE * a)) for a in range(num_a)]
+        b_row = builder.mul(width, int64(4))
+        b_tile = builder.mul(b_row, int64(TILE))
+        totals = [(n, builder.add(c, int64(TILE_BYTES * n))) for n in range(num_a * num_b)]
 
-            def add_products(at_b: Any, load_rows: Any) -> None:
-                for a, rows_at in enumerate(ROWS_AT[:num_a]):
-                    load_rows(a, rows_at)
-                    for b, tokens_at in enumerate(TOKENS_AT[:num_b]):
-                        if a == 0:
-                            emit.load(tokens_at, builder.add(blocks[b], at_b), b_row)
-                        emit.add_products(sums[a][b], rows_at, tokens_at)
+        def add_products(at_b: Any, load_rows: Any) -> None:
+            for a, rows_at in enumerate(ROWS_AT[:num_a]):
+                load_rows(a, rows_at)
+                for b, tokens_at in enumerate(TOKENS_AT[:num_b]):
+                    if a == 0:
+                        emit.load(tokens_at, builder.add(blocks[b], at_b), b_row)
+                    emit.add_products(sums[a][b], rows_at, tokens_at)
 
-            with builder.if_else(builder.icmp_unsigned("!=", new, int64(0))) as (zero, load):
-                with zero:
-                    for total, _ in totals:
-                        emit.zero(total)
-                with load:
-                    for total, place in totals:
-                        emit.load(total, place, int64(64))
-            quarter = num_a * TILE // 4
-            with cgutils.for_range(builder, steps, intp=I64) as loop:
-                at_a = builder.add(w, builder.mul(loop.index, int64(2 * STEP)))
-                asked = builder.mul(builder.mul(loop.index, asks), int64(quarter * 64))
-                with cgutils.for_range(builder, asks, intp=I64) as inner:
-                    first = builder.mul(inner.index, int64(quarter * 64))
-                    first = builder.add(builder.add(ahead, asked), first)
-                    for line in range(quarter):
-                        prefetch(builder, builder.add(first, int64(line * 64)))
+        with builder.if_else(builder.icmp_unsigned("!=", new, int64(0))) as (zero, load):
+            with zero:
+                for total, _ in totals:
+                    emit.zero(total)
+            with load:
+                for total, place in totals:
+                    emit.load(total, place, int64(64))
+        quarter = num_a * TILE // 4
+        with cgutils.for_range(builder, steps, intp=I64) as loop:
+            at_a = builder.add(w, builder.mul(loop.index, int64(2 * STEP)))
+            asked = builder.mul(builder.mul(loop.index, ask), int64(quarter * 64))
+            with cgutils.for_range(builder, ask, intp=I64) as inner:
+                first = builder.mul(inner.index, int64(quarter * 64))
+                first = builder.add(builder.add(ahead, asked), first)
+                for line in range(quarter):
+                    prefetch(builder, builder.add(first, int64(line * 64)))
 
-                def load_rows(a: int, rows_at: int) -> None:
-                    emit.load(rows_at, builder.add(at_a, heights[a]), length)
+            def load_rows(a: int, rows_at: int) -> None:
+                emit.load(rows_at, builder.add(at_a, heights[a]), pitch)
 
-                add_products(builder.mul(loop.index, b_tile), load_rows)
-            with builder.if_then(builder.icmp_unsigned("!=", tail, int64(0)), likely=False):
-                first = builder.add(w, builder.mul(steps, int64(2 * STEP)))
-                copied = builder.add(room, int64(STATE))
-                height = rows if num_a == 1 else int64(TILE)
+            add_products(builder.mul(loop.index, b_tile), load_rows)
+        with builder.if_then(builder.icmp_unsigned("!=", tail, int64(0)), likely=False):
+            first = builder.add(w, builder.mul(steps, int64(2 * STEP)))
+            copied = builder.add(room, int64(STATE))
+            height = rows if num_a == 1 else int64(TILE)
 
-                def copy_rows(a: int, rows_at: int) -> None:
-                    of_tile = builder.add(first, heights[a])
-                    with cgutils.for_range(builder, height, intp=I64) as loop:
-                        source = builder.add(of_tile, builder.mul(length, loop.index))
-                        bits = load_bits(builder, source, int64(0), 2, STEP, tail)
-                        to = pointer_at(builder, copied, loop.index, 64, bits.type)
-                        builder.store(bits, to, align=2)
-                    emit.load(rows_at, copied, int64(64))
+            def copy_rows(a: int, rows_at: int) -> None:
+                of_tile = builder.add(first, heights[a])
+                with cgutils.for_range(builder, height, intp=I64) as loop:
+                    source = builder.add(of_tile, builder.mul(pitch, loop.index))
+                    bits = load_bits(builder, source, int64(0), 2, STEP, tail)
+                    to = pointer_at(builder, copied, loop.index, 64, bits.type)
+                    builder.store(bits, to, align=2)
+                emit.load(rows_at, copied, int64(64))
 
-                add_products(builder.mul(steps, b_tile), copy_rows)
-            for total, place in totals:
-                emit.store(total, place, int64(64))
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 13, tiles), generate
+            add_products(builder.mul(steps, b_tile), copy_rows)
+        for total, place in totals:
+            emit.store(total, place, int64(64))
 
     return multiply
 
@@ -275,33 +260,27 @@ def tile_dots(num_a: int, num_b: int) -> Any:
 def mix_tiles(num_d: int) -> Any:
     """Make a function that adds up values by weights of 16 queries, for `num_d` tiles of a head.
 
-    Weights are two bfloat16 numbers each, `high` and `low`, [16][32 * chunks], `p_stride` bytes
-    from a query to the next; values are as `interleave` writes them, `v_stride` bytes from a tile
-    of the head to the next. The result is [16][16 * num_d] float32 with rows of `out_stride` bytes.
+    Weights are as `columns` describes, and values as `turn` writes them; those of the next 32 slots
+    are `by` bytes behind. Sums are added to tiles, [num_d][16 numbers][16 queries] float32.
     """
 
-    @intrinsic
-    def mix(typing, high, low, p_stride, v, v_stride, chunks, out, out_stride, room, tiles):
-        def generate(context, builder, signature, arguments):
-            high, low, p_stride, v, v_stride, chunks, out, out_stride, room, _ = arguments
-            emit = _Tiles(context, builder, room, tiles)
+    @emits
+    def mix(context, builder, weights, values, by, chunks, out, room, tiles):
+        emit = _Tiles(context, builder, room, tiles)
+        places = [builder.add(out, int64(d * TILE_BYTES)) for d in range(num_d)]
+        for d, place in enumerate(places):
+            emit.load(d, place, int64(64))
+        with cgutils.for_range(builder, chunks, intp=I64) as loop:
+            at = builder.add(weights, builder.mul(loop.index, int64(2 * TILE_BYTES)))
+            for tile, part in zip(TOKENS_AT, (0, TILE_BYTES), strict=True):
+                emit.load(tile, builder.add(at, int64(part)), int64(64))
+            at = builder.add(values, builder.mul(loop.index, by))
             for d in range(num_d):
-                emit.zero(d)
-            with cgutils.for_range(builder, chunks, intp=I64) as loop:
-                at = builder.mul(loop.index, int64(2 * STEP))
-                for tile, each in zip(ROWS_AT, (high, low), strict=True):
-                    emit.load(tile, builder.add(each, at), p_stride)
-                at = builder.add(v, builder.mul(loop.index, int64(TILE_BYTES)))
-                for d in range(num_d):
-                    values = TOKENS_AT[d % 2]
-                    of_tile = builder.mul(v_stride, int64(d))
-                    emit.load(values, builder.add(at, of_tile), int64(64))
-                    for weights in ROWS_AT:
-                        emit.add_products(d, weights, values)
-            for d in range(num_d):
-                emit.store(d, builder.add(out, int64(64 * d)), out_stride)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 9, tiles), generate
+                turned = ROWS_AT[d % 2]
+                emit.load(turned, builder.add(at, int64(d * TILE_BYTES)), int64(64))
+                for part in TOKENS_AT:
+                    emit.add_products(d, turned, part)
+        for d, place in enumerate(places):
+            emit.store(d, place, int64(64))
 
     return mix
