@@ -79,11 +79,13 @@ MOST_ITEMS = 1000
 _PLAIN = (int, str, bytes, complex, torch.dtype, torch.device)
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 
+_LOADED = "_is_hf_initialized"  # a note that loading leaves
+
 _METHODS = {"generate", "generate_batch", "init_continuous_batching"}  # that `enable` replaces
 
-_SKIPPED = frozenset({*vars(nn.Module()), *_METHODS, "generation_config", compat.ROPE_NOTE}) - {
-    "training"
-}
+_SKIPPED = frozenset(
+    {*vars(nn.Module()), *_METHODS, "generation_config", compat.ROPE_NOTE, _LOADED}
+) - {"training"}
 """Attributes that are read elsewhere, and attributes that `generate` reads but no forward."""
 
 _LAYOUT: tuple[Callable[[Any], Any], ...] = (
@@ -91,7 +93,10 @@ _LAYOUT: tuple[Callable[[Any], Any], ...] = (
     torch.Tensor.stride,
     torch.Tensor.is_neg,
 )
-"""What a tensor's memory holds; read by `map`, since every step asks for it of every tensor."""
+"""What a tensor's memory holds."""
+
+_PLACE = torch.Tensor.data_ptr, torch.Tensor.is_contiguous, torch.Tensor.is_neg
+"""What changes with the layout of a tensor, and takes a step a third of the time to ask for."""
 
 
 class Watch:
@@ -140,7 +145,7 @@ class Watch:
         found = [each for module in self.modules for each in compat.tensors_of(module)]
         distinct = list({id(each): each for each in found}.values())
         self._tensors = [each for each in distinct if not hasattr(each, "__tensor_flatten__")]
-        self._described = self._describe()
+        self._described, self._placed = self._read_all(_LAYOUT), self._read_all(_PLACE)
         baked = self._tensors if is_graph else []
         self._data = [(each, each.data_ptr(), each.untyped_storage()) for each in baked]
         self._attention = _attention_functions() if is_graph else ()
@@ -213,6 +218,7 @@ class Watch:
         described = (watch._described for watch in watches)
         columns = zip(joint._described, *described, strict=True)
         joint._described = [list(chain(*column)) for column in columns]
+        joint._placed = []  # the first comparison takes the long way
         joint.was_hooked = any(watch.was_hooked for watch in watches)
         joint.functions = dict(chain(*(watch.functions.items() for watch in watches)))
         return joint
@@ -226,8 +232,16 @@ class Watch:
         replaced = map(dict.__contains__, self._called, repeat(compat.CALL))
         return sum(map(len, self._dicts)) - sum(replaced)
 
-    def _describe(self) -> list[Any]:
-        return [list(map(each, self._tensors)) for each in _LAYOUT]
+    def _read_all(self, attributes: Iterable[Callable[[Any], Any]]) -> list[list[Any]]:
+        return [list(map(each, self._tensors)) for each in attributes]
+
+    def _is_as_described(self) -> bool:
+        """Return whether the memory of tensors, which may have moved, holds the same."""
+        placed = self._read_all(_PLACE)
+        if placed == self._placed:
+            return True
+        self._placed = placed if self._read_all(_LAYOUT) == self._described else []
+        return bool(self._placed)
 
     def is_hooked(self) -> bool:
         """Return whether hooks of a module do something now."""
@@ -251,7 +265,7 @@ class Watch:
             all(map(is_, map(dict.get, mappings, names), values))
             and self._count() == self._size
             and list(map(type, self.modules)) == self._kinds
-            and self._describe() == self._described
+            and self._is_as_described()
             and all(tensor.data_ptr() == address for tensor, address, _ in self._data)
             and (not self._attention or all(map(is_, _attention_functions(), self._attention)))
             and all(

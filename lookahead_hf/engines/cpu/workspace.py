@@ -165,6 +165,7 @@ class _Addresses:
             num_weights += len(layer.program.weights)
         self._weight_at, self._weight, self._offset = np.array(weights, np.int64).T
         self._argument_at, self._argument = np.array(arguments, np.int64).T
+        self._found: list[list[Any]] = []
 
     def fill(self, flat: np.ndarray, given: Sequence[Arguments]) -> list[torch.UntypedStorage]:
         """Write the addresses into the operations, [fields of all]; return the weights' memory.
@@ -173,12 +174,18 @@ class _Addresses:
         thread has changed a weight.
         """
         memory = list(map(torch.Tensor.untyped_storage, self._tensors))
-        at = np.array(list(map(torch.Tensor.data_ptr, self._tensors)), np.int64)
-        starts = np.array(list(map(torch.UntypedStorage.data_ptr, memory)), np.int64)
-        ends = starts + np.array(list(map(torch.UntypedStorage.nbytes, memory)), np.int64)
-        is_there = (starts > 0) & (starts <= at) & (at + self._sizes <= ends)
-        if not is_there.all() or list(map(_dtype_of, self._tensors)) != self._dtypes:
-            raise RuntimeError("the memory of a weight was freed or changed within a forward")
-        flat[self._weight_at] = at[self._weight] + self._offset
+        found = [
+            list(map(torch.Tensor.data_ptr, self._tensors)),
+            list(map(torch.UntypedStorage.data_ptr, memory)),
+            list(map(torch.UntypedStorage.nbytes, memory)),
+            list(map(_dtype_of, self._tensors)),
+        ]
+        if found != self._found:
+            at, starts, nbytes = np.array(found[:3], np.int64)
+            is_there = (starts > 0) & (starts <= at) & (at + self._sizes <= starts + nbytes)
+            if not is_there.all() or found[3] != self._dtypes:
+                raise RuntimeError("the memory of a weight was freed or changed within a forward")
+            self._found, self._weights = found, at[self._weight] + self._offset
+        flat[self._weight_at] = self._weights
         flat[self._argument_at] = np.array(given, np.int64).reshape(-1)[self._argument]
         return memory
