@@ -92,8 +92,10 @@ def is_pair(model: Any) -> bool:
 
 def given_cache(arguments: Mapping[str, Any]) -> Any:
     """Return the cache among arguments of `generate` or of a layer, None without one."""
-    given = (arguments.get(name) for name in CACHE_NAMES)
-    return next((cache for cache in given if cache is not None), None)
+    for name in CACHE_NAMES:  # a generator takes the steps of 30 layers 0.03 ms
+        if arguments.get(name) is not None:
+            return arguments[name]
+    return None
 
 
 def returned_cache(outputs: Any, given: Any = None) -> Any:
