@@ -2,9 +2,10 @@
 
 Attention has the queries of all heads that share a head of K and V side by side. Scores are
 products of keys, in place, by packed queries. Values are added up by weights of two bfloat16
-numbers each, so that 15 of their bits count. A tile adds up 32 slots: numbers of even and of odd
-places in a chain each, then both to the total. Slots have their places in the order of what a token
-sees, so its sums are the same whatever is beside it.
+numbers each, which keep them to 2^-15. A tile adds up 32 slots: numbers of even and of odd places
+in a chain each, then both to the total. Slots have their places in the order of what a token sees,
+so its sums are the same whatever is beside it. Only a value that is not finite makes NaN of tokens
+that do not see it, as it does in torch's attention; such a step runs again without its draft.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -191,8 +192,8 @@ _weigh, _weigh_few, _weigh_seen = weights(), weights(queries=FEW), weights(is_pa
 SLOTS = 128  # Slots whose values and weights stay in a core's first cache
 
 NOTES = 384
-"""Bytes of what is known of 16 queries, beside their results: how many slots behind the common ones
-each sees (int32), the largest scores, and sums of weights, four of each query."""
+"""Bytes of what is known of 16 queries, beside their results: how many slots each sees behind the
+whole tiles of common ones (int32), the largest scores, and sums of weights, four of each query."""
 
 _SINGLE, _WORD, _HALF = np.float32(0.0), np.int32(0), np.uint16(0)
 
@@ -221,9 +222,9 @@ def attention_places(queries, slots, dim):
 def attend_by_tiles(op, piece, scratch, room, left, tiles):
     """Attend with the tokens of a segment to their slots, in the heads that share one of K and V.
 
-    Slots that all tokens see come first. Where tails are a chain, all others follow at once, those
-    that a token does not see with the weight 0; else each token's tail by itself. The function
-    leaves the configuration of `left` columns behind.
+    Whole tiles of slots that all tokens see come first. Where tails are a chain, all others follow
+    at once, those that a token does not see with the weight 0; else the tail of each token. The
+    function leaves the configuration of `left` columns behind.
     """
     plan = longs(op[f.PLAN])
     shared, dim = op[f.SHARED], op[f.SIZE]
@@ -284,8 +285,10 @@ def attend_by_tiles(op, piece, scratch, room, left, tiles):
             length = near + starts[t + 1] - starts[t]
         some = (length + STEP - 1) // STEP * STEP
         for i in range(some):
-            slot = start + i if i < near else tails[starts[t] + i - near] - begin
-            listed[i] = values + slot * stride if i < length else zeros
+            listed[i] = zeros
+            if i < length:
+                slot = start + i if i < near else tails[starts[t] + i - near] - begin
+                listed[i] = values + slot * stride
         turn(zeros + width * 2, some, dim, turned)
         for b in range(blocks):
             score, note = scratch + (b * rows + start) * 64, notes + b * of_notes

@@ -159,7 +159,7 @@ class JobRunner:
         num_counters = count * (1 + num_threads) * fields.COUNTER_STRIDE
         if len(self._counters) < num_counters:
             self._counters = np.empty(num_counters, np.int64)
-        if len(self._scratch) < floats * num_threads:
+        if len(self._scratch) < floats * num_threads + 16:
             self._scratch = np.empty(floats * num_threads * 5 // 4 + 16, np.float32)
         job = self._job
         job[fields.TOKENS], job[fields.NUM_OPS] = num_tokens, count

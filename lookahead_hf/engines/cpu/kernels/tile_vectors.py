@@ -1,7 +1,4 @@
-"""Vector code around products of tiles: packing, and attention's weights.
-
-The sums that vectors add up here have the order of those of tiles.
-"""
+"""Vector code around products of tiles: packing, and attention's weights."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -16,13 +13,11 @@ from lookahead_hf.engines.cpu.kernels._vectors_numba import larger
 from lookahead_hf.engines.cpu.kernels.fields import TILE
 from lookahead_hf.engines.cpu.kernels.llvm import (
     F32,
-    I16,
     I32,
     I64,
     all_of,
     emits,
     exp_of,
-    fma,
     in_pieces,
     int64,
     load_bits,
@@ -34,8 +29,8 @@ from lookahead_hf.engines.cpu.kernels.llvm import (
 )
 from lookahead_hf.engines.cpu.kernels.tiles import STEP
 
-SINGLES, WORDS, HALVES = (vector_of(each, TILE) for each in (F32, I32, I16))
-"""Vectors of 16 float32 numbers, of their bits, and of bfloat16 numbers."""
+SINGLES, WORDS = vector_of(F32, TILE), vector_of(I32, TILE)
+"""Vectors of 16 float32 numbers, and of their bits."""
 
 
 _UNPACKED = (1, (0, 16, 1, 17), (2, 18, 3, 19)), (2, (0, 1, 16, 17), (2, 3, 18, 19))
@@ -195,9 +190,9 @@ def weights(is_partial: bool = False, queries: int = TILE) -> Any:
     def weigh(context, builder, scores, rows, note, factor, weights):
         totals = builder.add(note, int64(128))
         factors, upper = spread(builder, factor, SINGLES), all_of(WORDS, 0xFFFF0000)
-        less = _at(builder, note, int64(1), SINGLES)
-        less = shuffle(builder, less, less, [i % queries for i in range(TILE)])
-        less = builder.fneg(builder.fmul(less, factors))
+        most = _at(builder, note, int64(1), SINGLES)
+        most = shuffle(builder, most, most, [i % queries for i in range(TILE)])
+        most = builder.fmul(most, factors)
         sums = [
             cgutils.alloca_once_value(builder, load(builder, totals, int64(row)))
             for row in range(0, 4, at_once)
@@ -206,7 +201,7 @@ def weights(is_partial: bool = False, queries: int = TILE) -> Any:
             first, parts = builder.shl(loop.index, int64(2)), list[Any]()
             for i, total in enumerate(sums):
                 row = builder.add(first, int64(i * at_once))
-                x = fma(builder, load(builder, scores, row), factors, less)
+                x = builder.fsub(builder.fmul(load(builder, scores, row), factors), most)
                 weight = exp_of(builder, x)
                 if is_partial:
                     is_seen = _is_seen(builder, note, row)

@@ -260,7 +260,7 @@ def tile_dots(num_a: int, num_b: int) -> Any:
 def mix_tiles(num_d: int) -> Any:
     """Make a function that adds up values by weights of 16 queries, for `num_d` tiles of a head.
 
-    Weights are as `columns` describes, and values as `turn` writes them; those of the next 32 slots
+    Weights are as `weights` describes, and values as `turn` writes them; those of the next 32 slots
     are `by` bytes behind. Sums are added to tiles, [num_d][16 numbers][16 queries] float32.
     """
 
