@@ -259,7 +259,6 @@ def circle_in(modules: dict[str, Path]) -> list[str]:
 
 @pytest.mark.parametrize("folder", ["lookahead_hf", "benchmarks"])
 def test_no_modules_import_each_other(folder: str) -> None:
-    # Programs of benchmarks/ import their neighbours by their bare names.
     root = ROOT if folder == "lookahead_hf" else ROOT / folder
     assert circle_in(modules_in(ROOT / folder, root)) == []
 

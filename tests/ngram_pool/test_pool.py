@@ -140,7 +140,6 @@ def test_threads_add_and_look_up_at_the_same_time() -> None:
                 assert match_lengths(grown(pool, text[:end]))[0] >= 16
 
     in_threads(*(partial(work, own) for own in texts))
-    # Whole texts, in some order.
     ids = np.array(held(pool))
     found = np.split(ids, np.flatnonzero(ids < 0) + 1)[:-1]
     added = sorted(text.tolist() for own in texts for text in own)

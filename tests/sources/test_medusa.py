@@ -42,7 +42,6 @@ def test_the_candidates_of_a_place_follow_all_of_the_place_before(
 ) -> None:
     torch.manual_seed(0)
     tensors = {name: each + 0.1 * torch.randn_like(each) for name, each in fitted[1].items()}
-    # The names of a whole checkpoint.
     torch.save({f"medusa_head.{name}": each for name, each in tensors.items()}, tmp_path / "a.pt")
     drafter = MedusaDrafter(fitted[0], path=tmp_path / "a.pt", top_k=2)
     texts = [prompt(1, length)[0].tolist() for length in (9, 5)]

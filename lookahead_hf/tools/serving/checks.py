@@ -313,7 +313,7 @@ def check_fields(path: str, body: dict[str, Any], only_model: str, reach: Reach 
     _check(SCHEMAS[path], body, reach)
     check_model(body.get("model"), only_model)
     prompts = body["prompt"] if isinstance(body.get("prompt"), list) else [body.get("prompt")]
-    names = "messages", "input", "instructions", "tools", "chat_template_kwargs"
+    names = "messages", "input", "instructions", "tools", "chat_template_kwargs", "suffix"
     for each in ([*map(body.get, names)], body.get("prediction"), *prompts):
         reach.check(_joined(each))
     if path == CHAT and body.get("top_logprobs") and not body.get("logprobs"):
@@ -419,6 +419,7 @@ def take_request(
     settings |= {key: float(of) for key, of in settings.items() if of and key.endswith(_FLOATS)}
     if given is not None:
         body["generation_config"] = json.dumps(settings)
+    has_length = any(settings.get(key) for key in ("max_new_tokens", "max_length"))
     is_alone = any(settings.get(key, 1) not in (None, 1) for key in ("num_beams", "guidance_scale"))
     log_probs, num_top = body.pop("logprobs", None), body.pop("top_logprobs", None)
     if isinstance(log_probs, bool):
@@ -432,7 +433,7 @@ def take_request(
         prediction=prediction,
         samples=settings.get("do_sample") is None and temperature != 0 and samples,
         media=kind,
-        length=next(lengths, None) if given is None else "generation_config",
+        length="generation_config" if has_length else next(lengths, None),
         seed=body.pop("seed", None),
         stop=stop,
         presence_penalty=float(penalty or 0),

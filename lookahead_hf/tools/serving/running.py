@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import copy
 import logging
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -94,6 +95,7 @@ class Running:
         self._batching = getattr(state, compat.SERVERS_QUEUE_CONFIG)
         self.reach = Reach()
         self.queue: SpeculativeBatchingManager | None = None
+        self._starting = threading.Lock()  # of the queue, which two threads may need at once
         self.readers = ThreadPoolExecutor(2, "lookahead_hf reading")
         self._trials = ThreadPoolExecutor(1, "lookahead_hf trying")  # of schemas that are not known
         self._compilers = ThreadPoolExecutor(4, "lookahead_hf compiling")
@@ -117,10 +119,11 @@ class Running:
         request = current.get() or ServedRequest()
         is_alone = request.is_alone or request.speculative not in (None, self.config)
         if self._together and not is_alone and modality.name == "LLM":
-            if self.queue is None or self.queue.fatal_error is not None:
-                self._start_queue(model)
-            if self.queue is not None:
-                return True
+            with self._starting:
+                if self.queue is None or self.queue.fatal_error is not None:
+                    self._start_queue(model)
+                if self.queue is not None:
+                    return True
         if request.log_probs is not None:
             request.refusal = (
                 "logprobs are served where requests are decoded together: leave them out, or "
@@ -275,7 +278,7 @@ class Adding:
 def give_up(request: ServedRequest, error: BaseException) -> None:
     """End a request that has failed by its own mistake, such as a setting, or by the server's."""
     # torch says the latter where settings rule all tokens out.
-    of_settings = request.length == "generation_config" and "probability tensor" in str(error)
+    of_settings = "generation_config" in (request.body or ()) and "probability tensor" in str(error)
     if of_settings or isinstance(error, (ValueError, ArithmeticError)):
         request.end(str(error).strip().partition("\n")[0] or type(error).__name__)
     else:

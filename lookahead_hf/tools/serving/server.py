@@ -295,7 +295,7 @@ class Entrance:
             return
 
     def _check_key(self, scope: Scope) -> None:
-        if self._key is None or scope["path"] in OPEN:
+        if self._key is None or (scope["path"] in OPEN and scope["method"] != "POST"):
             return
         kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         is_right = secrets.compare_digest(key.strip().encode(), self._key.encode())

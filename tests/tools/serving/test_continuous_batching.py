@@ -7,6 +7,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.error import HTTPError
 
@@ -44,6 +45,21 @@ def test_requests_are_decoded_together_with_the_texts_of_generate(
     assert totals(served.model).stats.num_accepted > 0
     assert not totals(served.model).fallbacks
     assert "lookahead_hf:spec_decode_num_accepted_tokens_total 0.0" not in served.get("/metrics")
+
+
+def test_requests_start_one_queue(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    running, started = served.server._generation_state.get_manager.__self__, list[Any]()
+
+    def start(model: Any) -> None:
+        time.sleep(0.2)
+        started.append(model)
+        running.queue = SimpleNamespace(fatal_error=None)
+
+    monkeypatch.setattr(running, "queue", None)
+    monkeypatch.setattr(running, "_start_queue", start)
+    with ThreadPoolExecutor(2) as readers:
+        assert all(readers.map(running.uses_queue, "ab", [SimpleNamespace(name="LLM")] * 2))
+    assert len(started) == 1
 
 
 def test_a_request_does_not_wait_for_all_texts_of_another_one(served: Served) -> None:

@@ -164,8 +164,6 @@ def test_a_text_and_its_bits_are_the_same_at_every_width(tiles: None, name: str)
     assert len(units) > 20
 
 
-# What is made for AMX, on any processor.
-
 ASSEMBLED = """
 from lookahead_hf.ngram_pool import jit
 jit.compile_here()

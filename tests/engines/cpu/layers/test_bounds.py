@@ -111,9 +111,6 @@ def test_a_store_of_other_slots_than_the_cache_is_not_written(name: str) -> None
         setattr(stores, name, kept)
 
 
-# Checks of every call.
-
-
 @pytest.fixture
 def checked() -> Iterator[list[CompiledLayer]]:
     with bounds_checked() as done:

@@ -205,9 +205,6 @@ def test_a_layer_that_gives_other_results_runs_itself(monkeypatch: pytest.Monkey
     assert ours.tolist() == plain.tolist()
 
 
-# Changes to a model.
-
-
 def laid(model: Any) -> list[Any]:
     return [module for module in model.modules() if compat.CALL in vars(module)]
 

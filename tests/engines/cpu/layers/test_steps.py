@@ -128,9 +128,6 @@ def test_an_error_of_a_layer_reaches_the_caller() -> None:
         run(model, True, lambda: model.model.layers[1].register_forward_hook(fail))
 
 
-# What the statistics say.
-
-
 class Seeing(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
