@@ -79,13 +79,9 @@ MOST_ITEMS = 1000
 _PLAIN = (int, str, bytes, complex, torch.dtype, torch.device)
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 
-_LOADED = "_is_hf_initialized"  # a note that loading leaves
-
 _METHODS = {"generate", "generate_batch", "init_continuous_batching"}  # that `enable` replaces
 
-_SKIPPED = frozenset(
-    {*vars(nn.Module()), *_METHODS, "generation_config", compat.ROPE_NOTE, _LOADED}
-) - {"training"}
+_SKIPPED = frozenset({*vars(nn.Module()), *_METHODS, *compat.NOTES}) - {"training"}
 """Attributes that are read elsewhere, and attributes that no forward reads."""
 
 _LAYOUT: tuple[Callable[[Any], Any], ...] = (

@@ -236,6 +236,9 @@ TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "cross_attention_mask")
 ROPE_NOTE = "rope_deltas"
 """Attribute in which `generate` keeps, for later calls, how positions differ from columns."""
 
+NOTES = {ROPE_NOTE, "generation_config", "_is_hf_initialized"}
+"""Attributes in which loading and `generate` keep what no forward reads."""
+
 
 def counts_positions(model: Any) -> bool:
     """Return whether the decoder counts positions from the length of its cache."""
