@@ -267,7 +267,7 @@ def check_trace(stats: SpeculativeStats, texts: list[list[int]]) -> None:
     for row, (counts, text) in enumerate(zip(stats.row_stats, texts, strict=True)):
         tokens, origins = trace.tokens(row), trace.origins(row)
         assert len(tokens) == counts.num_emitted
-        assert tokens[: len(text)] == text[: len(tokens)]
+        assert tokens[: len(text)] == text[: len(tokens)]  # without a pad token, the shortest's
         assert len(origins) - origins.count(MODEL) == counts.num_accepted
     traced = [each for step in trace.steps[1:] for each in step.rows]
     assert len(traced) == stats.row_steps

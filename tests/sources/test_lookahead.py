@@ -17,7 +17,7 @@ from tests.helpers.drafts import paths, rows_of
 VOCAB = 23
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8]]
 
-pytestmark = pytest.mark.usefixtures("compiles")
+pytestmark = pytest.mark.usefixtures("compiles")  # the search for the best tokens
 
 
 def writes(text: Sequence[int]) -> int:

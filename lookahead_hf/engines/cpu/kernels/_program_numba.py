@@ -96,9 +96,9 @@ def _product(w, first, last, size, x, tokens, out, pitch, scratch, room, after, 
     if lanes is not None:
         product(w, first, last, size, x, tokens, out, pitch, scratch, kind)
     if tiles is not None:
-        length, packed = size * width_of(kind), x if is_packed(tokens, size) else room + ROOM
-        at, rows = w + first * length, last - first
-        product_by_tiles(at, length, rows, size, packed, tokens, out, pitch, room, after, tiles)
+        packed = x if is_packed(tokens, size) else room + ROOM
+        at, rows = w + first * size * width_of(kind), last - first
+        product_by_tiles(at, rows, size, packed, tokens, out, pitch, room, after, tiles)
 
 
 @jit_inner_numbers

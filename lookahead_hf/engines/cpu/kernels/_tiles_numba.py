@@ -153,8 +153,8 @@ def _group(
 
 
 @jit_inner_numbers
-def product_by_tiles(w, length, rows, size, x, tokens, out, stride, room, after, tiles):
-    """Multiply some rows of a weight, each `length` bytes behind the last one, by packed tokens.
+def product_by_tiles(w, rows, size, x, tokens, out, stride, room, after, tiles):
+    """Multiply some rows of a weight by packed tokens.
 
     The result is [tokens, rows] float32, with `stride` numbers from one token's to the next one's.
     `configure(room, TILE, columns_of(tokens))` was called on this thread, whose room has ROOM
@@ -162,7 +162,7 @@ def product_by_tiles(w, length, rows, size, x, tokens, out, stride, room, after,
     """
     columns = columns_of(tokens)
     blocks = (tokens + columns - 1) // columns
-    passes = (blocks + BLOCKS - 1) // BLOCKS
+    passes, length = (blocks + BLOCKS - 1) // BLOCKS, size * 2
     for row in range(0, rows, GROUP):
         count = min(GROUP, rows - row)
         at = w + row * length
