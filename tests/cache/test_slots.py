@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -51,10 +49,6 @@ def test_a_row_without_a_block_may_fill_its_room() -> None:
     assert store[1, :3, 0, 0].tolist() == [0, 1, 9]
 
 
-def bytes_of(cache: Any) -> int:
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mistral"])
 def test_memory_stays_near_plains_from_2048_tokens_on(name: str) -> None:
     """With a window of 512, as small models have it, and drafts of up to 16 nodes."""
@@ -66,7 +60,8 @@ def test_memory_stays_near_plains_from_2048_tokens_on(name: str) -> None:
             model(ids, **{CACHE: DynamicCache(config=model.config)})[CACHE] for _ in range(2)
         )
     adopted = AdoptedCache(taken, None, 1, compat.layer_masks(model))
-    per_column = bytes_of(plain) / sum(layer.keys.shape[2] for layer in plain.layers)
+    num_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in plain.layers)
+    per_column = num_bytes / sum(layer.keys.shape[2] for layer in plain.layers)
     windows = [getattr(layer, "sliding_window", None) for layer in plain.layers]
     worst = 0.0
     for length in range(2048, 4000, 9):

@@ -11,8 +11,9 @@ import lookahead_hf
 from tests.helpers.architectures import build
 from tests.helpers.calls import padded
 from tests.helpers.compared import compared, left_to_plain
-from tests.helpers.models import VOCAB, prompt, tiny
+from tests.helpers.models import prompt, tiny
 from tests.helpers.scripted import RandomChains
+from tests.helpers.users_parts import Changing
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
 
@@ -55,26 +56,14 @@ def test_arguments_beside_ids(name: str, given: dict[str, Any]) -> None:
 
 
 def test_what_plain_does_pass_on_is_left_to_it() -> None:
-    class Biased(type(tiny("llama"))):  # type: ignore[misc]
-        def forward(
-            self,
-            input_ids: Any = None,
-            attention_mask: Any = None,
-            position_ids: Any = None,
-            past_key_values: Any = None,
-            cache: Any = None,
-            bias: Any = 0.0,
-            **more: Any,
-        ) -> Any:
-            given = cache if past_key_values is None else past_key_values
-            output = super().forward(input_ids, attention_mask, position_ids, given, **more)
-            output.logits += bias
-            return output
+    class Biased(Changing):
+        def change(self, logits: torch.Tensor, steps: int) -> None:
+            logits[..., 7] += steps
 
-    model, bias = tiny("llama"), torch.zeros(VOCAB)
-    model.__class__, bias[7] = Biased, 100.0
-    call = {"input_ids": prompt(), "bias": bias, **GREEDY}
-    left_to_plain(model, lambda: dict(call), r"'bias'.*\[argument\]")
+    model = tiny("llama")
+    model.__class__ = Biased
+    call = {"input_ids": prompt(), "steps": torch.tensor(100), **GREEDY}
+    left_to_plain(model, lambda: dict(call), r"'steps'.*\[argument\]")
     assert model.generate(**call)[0, 12:].tolist() == [7] * 24
 
 

@@ -25,10 +25,13 @@ class Flash:
     def __init__(self) -> None:
         self.widths: list[int] = []
 
-    def attend(self, q: torch.Tensor, *kv: torch.Tensor, **given: Any) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: Any
+    ) -> torch.Tensor:
         """What `flash_attn_func` returns: the last query stands at the last key."""
-        self.widths.append(q.shape[1])
-        return self._attend(q, *kv, **given)
+        (rows, *lengths), texts = (*q.shape[:2], k.shape[1]), (x.flatten(0, 1) for x in (q, k, v))
+        ends = (torch.arange(rows + 1) * length for length in lengths)
+        return self.attend_texts(*texts, *ends, *lengths, **given).unflatten(0, q.shape[:2])
 
     def attend_texts(  # noqa: PLR0913 (another's signature)
         self,
@@ -48,31 +51,20 @@ class Flash:
     ) -> torch.Tensor:
         """What `flash_attn_varlen_func` returns, of texts one after another."""
         self.widths.append(int(max_seqlen_q))
+        assert dropout_p == 0.0 and softmax_scale is not None
+
+        def of_text(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            before = window_size[0]
+            distance = torch.arange(k.shape[1] - q.shape[1], k.shape[1])[:, None]
+            distance = distance - torch.arange(k.shape[1])
+            seen = ((distance >= 0) | (not causal)) & ((distance <= before) | (before < 0))
+            mask = torch.zeros(seen.shape).masked_fill_(~seen, -1.0)[None, None]
+            heads = (x.transpose(1, 2) for x in (q, k, v))
+            return under_mask(mask, *heads, softmax_scale, softcap or None, s_aux)
+
         (of_q, of_k) = (cu.diff().tolist() for cu in (cu_seqlens_q, cu_seqlens_k))
         texts = zip(q.split(of_q), k.split(of_k), v.split(of_k), strict=True)
-        more = dropout_p, softmax_scale, causal, window_size, softcap, s_aux
-        return torch.cat([self._attend(*(x[None] for x in text), *more)[0] for text in texts])
-
-    def _attend(
-        self,
-        q: torch.Tensor,  # [rows, queries, heads, dim]
-        k: torch.Tensor,  # [rows, keys, kv_heads, dim]
-        v: torch.Tensor,
-        dropout_p: float = 0.0,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
-        s_aux: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        assert dropout_p == 0.0 and softmax_scale is not None
-        before = window_size[0]
-        distance = torch.arange(k.shape[1] - q.shape[1], k.shape[1])[:, None]
-        distance = distance - torch.arange(k.shape[1])
-        seen = ((distance >= 0) | (not causal)) & ((distance <= before) | (before < 0))
-        mask = torch.zeros(seen.shape).masked_fill_(~seen, -1.0)[None, None]
-        heads = (x.transpose(1, 2) for x in (q, k, v))
-        return under_mask(mask, *heads, softmax_scale, softcap or None, s_aux)
+        return torch.cat([of_text(*(x[None] for x in text))[0] for text in texts])
 
 
 def with_flash(model: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> Flash:

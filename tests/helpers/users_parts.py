@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
-from transformers import LogitsProcessor, StoppingCriteria
+from transformers import LlamaForCausalLM, LogitsProcessor, StoppingCriteria
 
 from tests.helpers.models import VOCAB
 
@@ -130,3 +131,27 @@ CRITERIA: dict[str, type[Criterion]] = {
     "bool": AnswersBool,
     "edits": EditsNewest,
 }
+
+
+class Changing(LlamaForCausalLM, ABC):
+    """Changes the logits of its forwards."""
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        past_key_values: Any = None,
+        cache: Any = None,
+        steps: int = 0,
+        **kwargs: Any,
+    ) -> Any:
+        held = cache if past_key_values is None else past_key_values
+        outputs = super().forward(input_ids, attention_mask, position_ids, held, **kwargs)
+        assert outputs.logits is not None
+        self.change(outputs.logits, steps)
+        return outputs
+
+    @abstractmethod
+    def change(self, logits: torch.Tensor, steps: int) -> None:
+        """Change logits, [rows, tokens, vocab]; `steps` is what the call's loop carries."""

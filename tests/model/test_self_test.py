@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from abc import ABC, abstractmethod
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,6 +20,7 @@ from lookahead_hf.fallback import Unserved
 from lookahead_hf.model import self_test
 from tests.helpers.compared import compared, left_to_plain, served
 from tests.helpers.models import left_padded, prompt, tiny
+from tests.helpers.users_parts import Changing
 
 
 @pytest.fixture
@@ -82,30 +82,6 @@ def test_what_a_hook_caused_goes_with_it(unknown: Any, is_packed: bool, is_for_a
     with register():
         assert "ValueError: not now" in self_test.refusal(unknown, is_packed)[0]
     assert self_test.refusal(unknown, is_packed) == ("", "")
-
-
-class Changing(LlamaForCausalLM, ABC):
-    """Changes the logits of its forwards."""
-
-    def forward(
-        self,
-        input_ids: Any = None,
-        attention_mask: Any = None,
-        position_ids: Any = None,
-        past_key_values: Any = None,
-        cache: Any = None,
-        steps: int = 0,
-        **kwargs: Any,
-    ) -> Any:
-        held = cache if past_key_values is None else past_key_values
-        outputs = super().forward(input_ids, attention_mask, position_ids, held, **kwargs)
-        assert outputs.logits is not None
-        self.change(outputs.logits, steps)
-        return outputs
-
-    @abstractmethod
-    def change(self, logits: torch.Tensor, steps: int) -> None:
-        """Change logits, [rows, tokens, vocab]; `steps` is what the call's loop carries."""
 
 
 class Leaning(Changing):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import reduce
 from typing import Any
 
@@ -98,7 +98,7 @@ class Reply:
         self._start: Message = {}
         self._held = b""
         self._end = TextEnd(request.stop)
-        self._num_places = self._shown = self._covered = 0
+        self._num_places = self._shown = 0
 
     async def __call__(self, message: Message) -> None:
         answer, request = self._answer, self._request
@@ -183,7 +183,7 @@ class Reply:
         is_changed = add_fields(whole, self._request)
         for choice in whole.get("choices") or () if self._changes_choices else ():
             is_changed = True
-            if self._request.unfinished_end and choice.get("finish_reason") is not None:
+            if is_stream and self._request.unfinished_end and choice.get("finish_reason"):
                 part = choice if "text" in choice else choice.setdefault("delta", {})
                 name = "text" if "text" in choice else "content"
                 part[name] = (part.get(name) or "") + self._request.unfinished_end
@@ -206,13 +206,9 @@ class Reply:
         self._shown += len(part.get("text", part.get("content")) or "")
         takes_rest = choice.get("finish_reason") is not None and not self._end.is_found
         takes_rest |= bool(part.get("tool_calls"))
-        found, offsets = [], []
-        for place in self._request.places[self._num_places :]:
-            if self._covered >= self._shown and not takes_rest:
-                break
-            found.append(place)
-            offsets.append(self._covered)
-            self._covered += len(place["token"])
+        unsent = self._request.places[self._num_places :]
+        offsets = [at for at, _ in unsent if at < self._shown or takes_rest]
+        found = [place for _, place in unsent[: len(offsets)]]
         self._num_places += len(found)
         if found and "text" not in choice:
             choice["logprobs"] = {"content": found}
@@ -221,7 +217,7 @@ class Reply:
                 "tokens": [place["token"] for place in found],
                 "token_logprobs": [place["logprob"] for place in found],
                 "top_logprobs": [
-                    {each["token"]: each["logprob"] for each in place["top_logprobs"]}
+                    {each["token"]: each["logprob"] for each in reversed(place["top_logprobs"])}
                     for place in found
                 ],
                 "text_offset": offsets,
@@ -270,25 +266,43 @@ class TextEnd:
         return held[: len(held) - waiting]
 
 
-def places(output: Any, first: int, tokenizer: Any) -> list[dict[str, Any]]:
-    """Return the tokens of an output from the place `first` on, with their log probabilities."""
+class Places:
+    """The tokens of a text with their log probabilities, as OpenAI's API has them.
 
-    def shown(token: int, log_prob: float) -> dict[str, Any]:
-        text = tokenizer.decode([token])
-        least = -9999.0  # as of OpenAI; JSON has no infinity
-        return {"token": text, "logprob": max(log_prob, least), "bytes": list(text.encode())}
+    A character of several tokens is the last one's.
+    """
 
-    tokens, tops = output.generated_tokens[first:], output.top_logprobs[first:]
-    found = [shown(*each) for each in zip(tokens, output.logprobs[first:], strict=False)]
-    for number, place in enumerate(found):
-        top = tops[number].items() if tops else ()
-        place["top_logprobs"] = [shown(*each) for each in top]
-    return found
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self._size = tokenizer, 0  # characters of the text so far
+        self._stream = DecodeStream([], skip_special_tokens=True)
+        # Behind a text, a token keeps its space.
+        self._before = tokenizer.encode("0", add_special_tokens=False)
+
+    def of(self, output: Any, first: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield the tokens from the place `first` on, after the characters in front of them."""
+        for at, token in enumerate(output.generated_tokens[first:], first):
+            piece = self._stream.step(self._tokenizer.backend_tokenizer, token) or ""
+            place = self._shown(token, output.logprobs[at])
+            if piece or place["bytes"] is None:  # otherwise it is no text, such as an end token
+                place |= {"token": piece, "bytes": list(piece.encode())}
+            top = output.top_logprobs[at] if output.top_logprobs else {}
+            own = {token: {**place}}
+            place["top_logprobs"] = [own.get(each) or self._shown(each, top[each]) for each in top]
+            yield self._size, place
+            self._size += len(piece)
+
+    def _shown(self, token: int, log_prob: float) -> dict[str, Any]:
+        head, text = map(self._tokenizer.decode, (self._before, [*self._before, token]))
+        text = text.removeprefix(head)
+        return {
+            "token": text,
+            "logprob": max(log_prob, -9999.0),  # as of OpenAI; JSON has no infinity
+            "bytes": None if "\ufffd" in text else list(text.encode()),
+        }
 
 
 def unfinished_end(tokens: Sequence[int], tokenizer: Any) -> str:
     """Return the end of a text that its stream holds back, since it is no whole character."""
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     text = str(tokenizer.decode(tokens, skip_special_tokens=True))
     if not text.endswith("\ufffd"):
         return ""

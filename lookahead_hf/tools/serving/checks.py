@@ -46,6 +46,7 @@ REFUSED: Mapping[str, Mapping[str, tuple[tuple[Any, ...], str]]] = {
         "logit_bias": (({},), "use the chat completions"),
         "best_of": ((1,), "this server does not compare answers: use n"),
         "echo": ((False,), "put the prompt before the answer yourself"),
+        "suffix": (("",), "write what is around the gap into the prompt, as the model expects it"),
     },
     RESPONSES: {
         "moderation": _MODERATION,
@@ -265,7 +266,7 @@ _DIGITS = Annotated[str, Field(pattern="^[0-9]{1,9}$"), AfterValidator(_known)]
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _FIELDS = {
     **dict.fromkeys(_LENGTHS, _number(int, 1)),
-    **dict.fromkeys(("suffix", "instructions", "user", "model"), str),
+    **dict.fromkeys(("instructions", "user", "model"), str),
     "temperature": _temperature(2),
     "top_p": _number(float, 0, 1),
     "frequency_penalty": _number(float, -0.99, 2),
@@ -313,7 +314,7 @@ def check_fields(path: str, body: dict[str, Any], only_model: str, reach: Reach 
     _check(SCHEMAS[path], body, reach)
     check_model(body.get("model"), only_model)
     prompts = body["prompt"] if isinstance(body.get("prompt"), list) else [body.get("prompt")]
-    names = "messages", "input", "instructions", "tools", "chat_template_kwargs", "suffix"
+    names = "messages", "input", "instructions", "tools", "chat_template_kwargs"
     for each in ([*map(body.get, names)], body.get("prediction"), *prompts):
         reach.check(_joined(each))
     if path == CHAT and body.get("top_logprobs") and not body.get("logprobs"):

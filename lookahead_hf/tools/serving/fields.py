@@ -141,9 +141,9 @@ class ServedRequest:
     refusal: str | None = None  # why it is not answered
     status: int = 400  # the status of the refusal
     stats: SpeculativeStats | None = None  # None before the end and after plain decoding
-    unfinished_end: str = ""  # the end of a stream's text that is no whole character
-    # The tokens of its answer with their log probabilities, as OpenAI's API has them
-    places: list[dict[str, Any]] = field(default_factory=list)
+    unfinished_end: str = ""  # the end of its text that is no whole character
+    # The tokens of its answer behind how many characters, and with their log probabilities
+    places: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     group: Any = None  # the queue's, one for all texts of a body
     streams: bool = False  # whether its answer is a stream
     grammar: Any = None  # the processor that obeys its schema or tools, once it is compiled

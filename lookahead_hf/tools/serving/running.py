@@ -24,7 +24,7 @@ from lookahead_hf.model import compat
 from lookahead_hf.queue.manager import SpeculativeBatchingManager
 from lookahead_hf.queue.methods import BatchOptions, engine_of
 from lookahead_hf.queue.request import ending
-from lookahead_hf.tools.serving.answers import FAILED, places, unfinished_end
+from lookahead_hf.tools.serving.answers import FAILED, Places, unfinished_end
 from lookahead_hf.tools.serving.fields import STOPPING, Limits, Reach, ServedRequest, current
 from lookahead_hf.tools.serving.schemas import check_media, grammar_of, task_of, trials
 from lookahead_hf.verification import noise
@@ -97,7 +97,7 @@ class Running:
         self.queue: SpeculativeBatchingManager | None = None
         self._starting = threading.Lock()  # of the queue, which two threads may need at once
         self.readers = ThreadPoolExecutor(2, "lookahead_hf reading")
-        self._trials = ThreadPoolExecutor(1, "lookahead_hf trying")  # of schemas that are not known
+        self._trials = ThreadPoolExecutor(4, "lookahead_hf trying")  # schemas that are not known
         self._compilers = ThreadPoolExecutor(4, "lookahead_hf compiling")
         self._thread = ThreadPoolExecutor(1, "lookahead_hf generating")
         state.get_manager, state.use_continuous_batching = self.get_manager, self.uses_queue
@@ -233,8 +233,9 @@ class Adding:
     def _add(self, input_ids: Any, given: dict[str, Any]) -> None:
         request, config = self._request, self._config
         try:
-            num_prompt, reach = len(input_ids), self._running.reach
-            own: dict[str, Any] = add_to_call(request, config, num_prompt, self._model, reach)
+            own: dict[str, Any] = add_to_call(
+                request, config, len(input_ids), self._model, self._running.reach
+            )
             usual = self._queue.generation_config.to_dict()
             settings = {
                 name: value
@@ -255,7 +256,7 @@ class Adding:
 
     def register_result_handler(self, request_id: str, callback: Callable[..., Any]) -> None:
         """Register the handler of the request's outputs, of which it is told what it expects."""
-        request = self._request
+        request, places = self._request, Places(self._tokenizer)
 
         def hear(output: Any) -> None:
             if output.error is not None:
@@ -263,12 +264,11 @@ class Adding:
                 return
             request.has_begun = True
             if request.log_probs is not None:
-                request.places += places(output, len(request.places), self._tokenizer)
+                request.places += places.of(output, len(request.places))
             if output.is_finished():
                 request.stats = output.speculative_stats
-                if request.streams:
-                    tokens = output.generated_tokens
-                    request.unfinished_end = unfinished_end(tokens, self._tokenizer)
+                tokens = output.generated_tokens
+                request.unfinished_end = unfinished_end(tokens, self._tokenizer)
             if request.streams or output.is_finished():
                 callback(output)
 
@@ -365,7 +365,6 @@ class _Watched:
 
     def end(self) -> None:
         self._request.stats = stats.of_this_thread(self._model)
-        if self._request.streams:
-            self._request.unfinished_end = unfinished_end(self._tokens, self._tokenizer)
+        self._request.unfinished_end = unfinished_end(self._tokens, self._tokenizer)
         if self._streamer is not None:
             self._streamer.end()

@@ -431,7 +431,9 @@ def _explain(request: ServedRequest, error: BaseException | None) -> None:
         request.refusal = f"the model's chat template refuses the messages: {error}"
     elif request.tools is not None and isinstance(error, ValueError):
         why = str(error).partition("\n")[0]  # transformers reads whole calls alone
-        request.refusal = f"the answer ends within a tool's call: allow more tokens ({why})"
+        request.refusal = (
+            f"the answer ends within a tool's call: allow more tokens, or leave out stop ({why})"
+        )
     elif isinstance(error, ImportError):
         request.refusal = f"this server lacks a package: {str(error).strip()}"
     elif isinstance(error, _OF_REQUESTS) and not request.generates:

@@ -13,10 +13,12 @@ from urllib.error import HTTPError
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from lookahead_hf import SpeculativeConfig, totals
 from lookahead_hf.queue.manager import RUN
+from lookahead_hf.tools.serving.answers import Places
 from lookahead_hf.tools.serving.fields import Limits
 from tests.helpers.served import Served, hooked, joined, save_ascii_chat, serving
 from tests.helpers.tiny_chat import DRAFTING
@@ -32,16 +34,12 @@ def expected(folder: str) -> list[str]:
         return [served.plain(prompt) for prompt in PROMPTS]
 
 
-def queues() -> list[threading.Thread]:
-    return [each for each in threading.enumerate() if each.name.startswith(RUN)]
-
-
 def test_requests_are_decoded_together_with_the_texts_of_generate(
     served: Served, expected: list[str]
 ) -> None:
     with ThreadPoolExecutor(3) as clients:
         assert list(clients.map(served.text, PROMPTS)) == expected
-    assert queues()
+    assert any(each.name.startswith(RUN) for each in threading.enumerate())
     assert totals(served.model).stats.num_accepted > 0
     assert not totals(served.model).fallbacks
     assert "lookahead_hf:spec_decode_num_accepted_tokens_total 0.0" not in served.get("/metrics")
@@ -149,6 +147,30 @@ def test_log_probabilities(served: Served, expected: list[str], stream: bool, st
         first, second = place.top_logprobs
         assert first.token == place.token and first.logprob == place.logprob > second.logprob
     assert choices[-1].finish_reason == ("stop" if stop else "length")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_characters_of_several_tokens(served: Served, stream: bool) -> None:
+    """Every token is a byte."""
+    form = {"type": "json_schema", "json_schema": {"schema": {"const": "語 é!"}}}
+    given = {"logprobs": True, "top_logprobs": 3, "stop": "!", "response_format": form}
+    answer = served.ask(stream=stream, **given)
+    choices = [each for chunk in (answer if stream else [answer]) for each in chunk.choices]
+    places = [each for choice in choices if choice.logprobs for each in choice.logprobs.content]
+    assert [place.token for place in places] == ['"', "", "", "語", " ", "", "é"]
+    assert all(place.bytes == [*place.token.encode()] for place in places)
+    assert all(place.top_logprobs[0].token == place.token for place in places)
+
+
+def test_log_probabilities_of_tokens_with_spaces() -> None:
+    words = Tokenizer(models.WordLevel({"\u2581a": 0, "0": 1, "\u2581b": 2}, "0"))
+    words.decoder = decoders.Metaspace()
+    output = SimpleNamespace(generated_tokens=[0, 2, 2], logprobs=[-1.0] * 3)
+    output.top_logprobs = [{0: -1.0, 2: -2.0}] * 3
+    found = [*Places(PreTrainedTokenizerFast(tokenizer_object=words)).of(output, 0)]
+    assert [(at, place["token"]) for at, place in found] == [(0, "a"), (1, " b"), (3, " b")]
+    tops = [[each["token"] for each in place["top_logprobs"]] for _, place in found]
+    assert tops == [["a", " b"], [" a", " b"], [" a", " b"]]
 
 
 def test_log_probabilities_of_completions(served: Served) -> None:

@@ -61,7 +61,7 @@ def test_nothing_is_kept_of_a_client_that_leaves_meanwhile(served: Served) -> No
     assert not running.queue._handlers and not running.queue.engine.waiting
 
 
-@pytest.mark.parametrize("name", ["messages", "prompt", "input", "suffix"])
+@pytest.mark.parametrize("name", ["messages", "prompt", "input"])
 def test_a_text_that_cannot_fit_is_not_read(
     served: Served, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -70,8 +70,7 @@ def test_a_text_that_cannot_fit_is_not_read(
     text = "x" * (5 * 2048 + 1)  # where no token has more than the five characters of <pad>
     value = [{"role": "user", "content": text}] if name == "messages" else text
     path = {"messages": CHAT, "input": RESPONSES}.get(name, COMPLETIONS)
-    beside = {"prompt": "x"} if name == "suffix" else {}
-    status, answer = served.post(path, {**beside, name: value})
+    status, answer = served.post(path, {name: value})
     assert status == 400 and "needs more than the 2048 tokens" in answer
 
 
