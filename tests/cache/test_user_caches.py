@@ -35,10 +35,6 @@ def both(
     return text
 
 
-def extended(mask: torch.Tensor, columns: int) -> torch.Tensor:
-    return torch.cat([mask, mask.new_ones(len(mask), columns - mask.shape[1])], 1)
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_columns_that_nobody_attended_come_back_as_plain_leaves_them(name: str) -> None:
     model = tiny(name)
@@ -72,6 +68,6 @@ def test_only_the_new_tokens_with_the_whole_mask() -> None:
     outs = [model.generate(ids, **{CACHE: cache}, **KWARGS) for cache in caches]
     held = caches[0].get_seq_length()
     new = torch.cat([outs[0], prompt(1, 6, seed=5)], 1)
-    full = extended(mask, new.shape[1])
+    full = torch.cat([mask, mask.new_ones(len(mask), new.shape[1] - mask.shape[1])], 1)
     both(model, (caches[0], caches[1]), new[:, held:], full)
     assert_same_cache(caches[1], caches[0])

@@ -30,11 +30,6 @@ def plain_text(model: Any, inputs: dict[str, Any], **kwargs: Any) -> list[list[i
     return continuations(output, inputs["input_ids"].shape[1])
 
 
-def first_seen(text: list[int], place: int) -> int:
-    """The first token from `place` on that did not occur before."""
-    return next(t for i, t in enumerate(text) if i >= place and t not in text[:i])
-
-
 def test_a_model_is_set_up_for_decoding_as_plain_sets_it_up(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,7 +72,8 @@ def test_drafts_decide_how_many_steps_a_text_takes(model: Any, script: Any, num_
 def test_a_pad_that_the_model_cannot_read_raises_as_in_plain(model: Any, pad: int) -> None:
     inputs = {"input_ids": prompt(3)}
     truth = plain_text(model, inputs)
-    call = {**inputs, **GREEDY, "eos_token_id": first_seen(truth[0], 6), "pad_token_id": pad}
+    end = next(token for at, token in enumerate(truth[0]) if at >= 6 and token not in truth[0][:at])
+    call = {**inputs, **GREEDY, "eos_token_id": end, "pad_token_id": pad}
     for speculative in (False, scripted(truth, right(3))):
         with pytest.raises(IndexError, match="index out of range"):
             model.generate(**call, speculative=speculative)

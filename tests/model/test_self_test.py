@@ -20,6 +20,7 @@ from lookahead_hf.fallback import Unserved
 from lookahead_hf.model import self_test
 from tests.helpers.compared import compared, left_to_plain, served
 from tests.helpers.models import left_padded, prompt, tiny
+from tests.helpers.multimodal import build
 from tests.helpers.users_parts import Changing
 
 
@@ -117,6 +118,16 @@ def test_a_subclass_of_a_trusted_type_is_tested(kind: Any) -> None:
     model = kind(tiny("llama").config).eval()
     call = {"inputs": prompt(2), "max_new_tokens": 12, "do_sample": False}
     left_to_plain(model, lambda: dict(call), "other logits for blocks")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_around_one_of_a_trusted_type_is_tested() -> None:
+    """PaliGemma makes the masks of layers with windows, and takes no others."""
+    model = build("paligemma")
+    model.config.text_config = tiny("gemma3").config
+    wraps = type(model)(model.config).eval()
+    call = {"input_ids": prompt(2), "max_new_tokens": 12, "do_sample": False}
+    left_to_plain(wraps, lambda: dict(call), "a block of tokens fails in PaliGemma")
 
 
 def appended(model: Any, layer: Any) -> None:
