@@ -62,7 +62,7 @@ and the logits of every step. `python -m tests.models_table` writes it anew.
 
 A type that this page lacks, for example one of a repository's own code, is tested by a few short
 forwards before its first call, and served if they give plain's logits. So is a class with a forward
-of its own, whatever its type, and each model around a text model: PaliGemma 2 is left to `generate`.
+of its own, whatever its type, and each model around a text model: PaliGemma 2 is not served.
 
 {counts}
 """
