@@ -105,9 +105,9 @@ class MaskKind:
         All are arrays or tensors that broadcast. `pads` counts the columns of the prompt that a row
         does not attend; those before the first attended one hold nothing.
         """
-        if self.window is not None:
+        if self.chunk is None:
             return query - self.window + 1
-        return pads + (query - pads) // self.chunk * self.chunk
+        return query - ((query - pads) % self.chunk).clip(None, (self.window or self.chunk) - 1)
 
     def within(self, kept: int | None) -> MaskKind:
         """Return this kind for a plain cache that keeps `kept` earlier columns, None for all."""
@@ -175,7 +175,7 @@ class Block:
     # Whether that kernel divides a row's tokens among programs, not its slots. This is faster, but
     # the bits of a token then depend on the length of the row.
     by_length: bool = True
-    # The masks that the model gets, by kind; None where each token sees all slots up to its own.
+    # The masks that the model gets, by kind; None if not needed: each token sees all before it.
     masks: dict[str, torch.Tensor | None] = field(default_factory=dict, init=False)
 
     def make_masks(self, is_causal: bool, lazy: bool = False) -> dict[str, torch.Tensor | None]:
@@ -188,7 +188,8 @@ class Block:
         own = weakref.proxy(self)  # a circle would keep K and V until Python looks for circles
         for name, held in self.held.items():
             make, shape = partial(Block.additive, own, name), (rows, 1, self.width, held.visible)
-            if is_causal and held.columns is None and held.is_even:
+            # An indexer reads its mask, whatever there is to hide.
+            if is_causal and held.columns is None and held.is_even and name != "indexed_attention":
                 self.masks[name] = None
             else:
                 self.masks[name] = LazyMask.of(make, shape, self.dtype, device) if lazy else make()

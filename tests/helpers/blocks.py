@@ -13,6 +13,8 @@ KINDS = {
     "all": MaskKind("all"),
     "window": MaskKind("window", window=4),
     "chunk": MaskKind("chunk", chunk=3),
+    "both": MaskKind("both", window=2, chunk=3),
+    "indexed_attention": MaskKind("indexed_attention"),
 }
 
 
@@ -45,7 +47,7 @@ def random_block(seed: int, group: Any = None) -> tuple[Block, dict[str, np.ndar
             for slot, column in known:
                 near = kind.window is None or own - column < kind.window
                 if kind.chunk is not None:
-                    near = (own - pads[row]) // kind.chunk == (column - pads[row]) // kind.chunk
+                    near &= (own - pads[row]) // kind.chunk == (column - pads[row]) // kind.chunk
                 seen[row, node, slot] = near
     told = torch.from_numpy
     held = {
