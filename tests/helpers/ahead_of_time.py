@@ -278,16 +278,12 @@ def _compile(job: tuple[str, str]) -> list[str]:
     target, case = job
     lines = []
     for kernel, made in compile_case(case, GPUS[target]).items():
-        failed = f"FAILED {type(made).__name__}: {made}"
-        lines.append(
-            f"{kernel + ': ' + case:64} {target:7} "
-            + (failed if isinstance(made, Exception) else _said(made))
-        )
+        said = f"FAILED {type(made).__name__}: {made}"
+        if not isinstance(made, Exception):
+            registers = resources(made).registers
+            said = f"{made.metadata.shared:>6} bytes shared, {registers:>3} registers"
+        lines.append(f"{kernel + ': ' + case:64} {target:7} {said}")
     return lines
-
-
-def _said(made: CompiledKernel) -> str:
-    return f"{made.metadata.shared:>6} bytes shared, {resources(made).registers:>3} registers"
 
 
 if __name__ == "__main__":

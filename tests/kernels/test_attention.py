@@ -172,19 +172,18 @@ def test_softcap_and_sinks(device: torch.device) -> None:
     check(case | {"sinks": torch.zeros(4, device=device), "softcap": 20.0, "window": 11})
 
 
-def _product(a: np.ndarray, b: np.ndarray, dtype: Any = None) -> np.ndarray:
-    """Multiply matrices, every element as a sum in the same order."""
-    return np.add.reduce(a[..., :, :, None] * b[..., None, :, :], axis=-2, dtype=dtype)
-
-
 @pytest.mark.parametrize("window", [0, 100])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bits_do_not_depend_on_the_tree(
     device: torch.device, dtype: torch.dtype, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A token has the same bits as a node of any tree, at any depth, behind any prefix."""
+
+    def product(a: np.ndarray, b: np.ndarray, dtype: Any = None) -> np.ndarray:
+        return np.add.reduce(a[..., :, :, None] * b[..., None, :, :], axis=-2, dtype=dtype)
+
     # As on a GPU: numpy's own product may add up the last rows of a tile in another order.
-    monkeypatch.setattr(np, "matmul", _product)
+    monkeypatch.setattr(np, "matmul", product)
     text, nodes, slots = 210, 6, 256
     generator = torch.Generator().manual_seed(4)
     q_text = torch.randn(text, 3, 32, generator=generator).to(dtype)

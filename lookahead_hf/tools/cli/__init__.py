@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from lookahead_hf.tools.cli.screen import CommandError, check_installed, is_out_of_memory
+from lookahead_hf.tools.cli.screen import CommandError, check_installed
 
 __all__ = ["main"]
 
@@ -26,14 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (CommandError, ImportError, OSError, ValueError) as error:  # what does not fit
-        message = str(error)
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        remedy = "take a smaller model, --dtype bfloat16, or fewer --max-new-tokens"
-        message = f"out of memory, {remedy} ({str(error).partition(chr(10))[0]})"
-    print(f"lookahead-hf: {message}", file=sys.stderr)
-    return 1
+        print(f"lookahead-hf: {error}", file=sys.stderr)
+        return 1
 
 
 def _run(words: list[str]) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 import lookahead_hf
 from lookahead_hf.ngram_pool import compilation
 from lookahead_hf.ngram_pool.compilation import Functions
-from lookahead_hf.tools.cli.screen import CommandError, Screen, check_installed, is_out_of_memory
+from lookahead_hf.tools.cli.screen import CommandError, Screen, check_installed
 from lookahead_hf.utils import cache_root
 
 LOADING_SECONDS = 2.0  # Longest time in which functions of a group are loaded
@@ -54,8 +54,6 @@ def loading(name: str, option: str, screen: Screen) -> Iterator[None]:
         with screen.task(f"loading {name}"):
             yield
     except Exception as error:  # a damaged file or a missing package may raise anything
-        if is_out_of_memory(error):
-            raise
         reason = f"{type(error).__name__}: {error}"
         raise CommandError(f"{option} {name} could not be loaded ({reason})") from error
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -25,20 +24,8 @@ def check_installed(what: str, packages: Sequence[str], extra: str, otherwise: s
         raise CommandError(f"{what} needs {', '.join(missing)}.\n{install}\n{otherwise}".strip())
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether torch raised `error` because a device or the host has no memory left."""
-    import torch
-
-    # For the host's memory, torch raises a RuntimeError that only its message tells apart.
-    is_host = "can't allocate memory" in str(error)
-    return is_host or isinstance(error, (MemoryError, torch.OutOfMemoryError))
-
-
 class Screen:
-    """The place where a command writes: text for people or, `as_json`, data for programs.
-
-    A terminal shows the text in colours. A pipe or a file gets it plain.
-    """
+    """Where a command writes: text, in colours on a terminal, or with `as_json` data alone."""
 
     def __init__(self, as_json: bool = False) -> None:
         self._as_json = as_json
@@ -70,7 +57,8 @@ class Screen:
     def result(self, data: Any) -> None:
         """Write data, as a line of JSON; people see nothing of it."""
         if self._as_json:
-            print(json.dumps(_without_nan(data)), flush=True)
+            data = json.loads(json.dumps(data), parse_constant=lambda name: None)  # NaN is null
+            print(json.dumps(data), flush=True)
 
     def note(self, text: str) -> None:
         """Write what accompanies the result."""
@@ -87,12 +75,3 @@ class Screen:
 
         with click.progressbar(length=total, label=label, file=sys.stderr) as bar:
             yield lambda: bar.update(1)
-
-
-def _without_nan(data: Any) -> Any:
-    """Replace every nan, such as the rate of nothing, which JSON lacks, by None."""
-    if isinstance(data, dict):
-        return {name: _without_nan(value) for name, value in data.items()}
-    if isinstance(data, (list, tuple)):
-        return [_without_nan(value) for value in data]
-    return None if isinstance(data, float) and math.isnan(data) else data

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import Message, Send
-from tokenizers.decoders import DecodeStream
 
 from lookahead_hf.stats import SourceStats, SpeculativeStats, joined
 from lookahead_hf.tools.serving.fields import ServedRequest, as_error, error
@@ -146,8 +145,8 @@ class Reply:
         if self._answer.has_started:
             body = _EVENT + body + b"\n\n"
         else:
-            headers = [(b"content-type", b"application/json")]
-            headers.append((b"content-length", str(len(body)).encode()))
+            size = str(len(body)).encode()
+            headers = [(b"content-type", b"application/json"), (b"content-length", size)]
             if status in (429, 503):
                 headers.append((b"retry-after", b"5"))
             start = {"type": "http.response.start", "status": status, "headers": headers}
@@ -183,7 +182,7 @@ class Reply:
         is_changed = add_fields(whole, self._request)
         for choice in whole.get("choices") or () if self._changes_choices else ():
             is_changed = True
-            if is_stream and self._request.unfinished_end and choice.get("finish_reason"):
+            if self._request.unfinished_end and choice.get("finish_reason") is not None:
                 part = choice if "text" in choice else choice.setdefault("delta", {})
                 name = "text" if "text" in choice else "content"
                 part[name] = (part.get(name) or "") + self._request.unfinished_end
@@ -196,19 +195,23 @@ class Reply:
 
     @property
     def _changes_choices(self) -> bool:
-        request = self._request
-        asked = request.stop or request.unfinished_end or self._answer.is_joined
-        return bool(asked) or request.log_probs is not None
+        return bool(
+            self._request.stop
+            or self._request.unfinished_end
+            or self._request.log_probs is not None
+            or self._answer.is_joined
+        )
 
     def _add_log_probs(self, choice: dict[str, Any]) -> None:
         """Add the log probabilities of the tokens of a piece; the last piece has the rest."""
         part = choice if "text" in choice else choice.get("message") or choice.get("delta") or {}
         self._shown += len(part.get("text", part.get("content")) or "")
-        takes_rest = choice.get("finish_reason") is not None and not self._end.is_found
-        takes_rest |= bool(part.get("tool_calls"))
-        unsent = self._request.places[self._num_places :]
-        offsets = [at for at, _ in unsent if at < self._shown or takes_rest]
-        found = [place for _, place in unsent[: len(offsets)]]
+        unsent, most = self._request.places[self._num_places :], self._shown
+        if choice.get("finish_reason") is not None or part.get("tool_calls"):
+            # Reasoning and what is around it are no part of what was shown.
+            most = unsent[-1][1] - self._end.num_cut if unsent and self._end.num_cut else 1 << 62
+        offsets = [begin for begin, *_ in unsent if begin < most]
+        found = [place for *_, place in unsent[: len(offsets)]]
         self._num_places += len(found)
         if found and "text" not in choice:
             choice["logprobs"] = {"content": found}
@@ -228,7 +231,8 @@ class TextEnd:
     """Cuts a text, piece by piece, before the first of some strings."""
 
     def __init__(self, strings: Sequence[str]) -> None:
-        self._strings, self._held, self.is_found = strings, "", False
+        self._strings, self._held = strings, ""
+        self.num_cut = 0  # characters behind such a string's beginning
 
     def cut(self, choice: dict[str, Any]) -> None:
         """Cut a choice of an answer, or of an event of a stream."""
@@ -243,17 +247,18 @@ class TextEnd:
                 part[name] = kept
                 if name == "content" and "message" not in choice:
                     choice["delta"] = part
-        if is_last and self.is_found and choice["finish_reason"] == "length":
+        if is_last and self.num_cut and choice["finish_reason"] == "length":
             choice["finish_reason"] = "stop"
 
     def feed(self, text: str, is_last: bool) -> str:
         """Return what can be shown of the text now; what may begin a string waits."""
-        if self.is_found:
+        if self.num_cut:
+            self.num_cut += len(text)
             return ""
         held = self._held + text
         found = [place for each in self._strings if (place := held.find(each)) >= 0]
         if found:
-            self.is_found = True
+            self.num_cut = len(held) - min(found)
             return held[: min(found)]
         sizes = (
             size
@@ -266,49 +271,69 @@ class TextEnd:
         return held[: len(held) - waiting]
 
 
-class Places:
-    """The tokens of a text with their log probabilities, as OpenAI's API has them.
+class Pieces:
+    """Divides a text into what each of its tokens adds to it, as a stream does.
 
-    A character of several tokens is the last one's.
+    The last token of a character adds all of it. A text is compared with the one before, since a
+    token by itself may lack its space (as in vLLM and text-generation-inference).
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer, self._size = tokenizer, 0  # characters of the text so far
-        self._stream = DecodeStream([], skip_special_tokens=True)
-        # Behind a text, a token keeps its space.
-        self._before = tokenizer.encode("0", add_special_tokens=False)
+        self._tokenizer, self._special = tokenizer, set(tokenizer.all_special_ids)
+        self._text = partial(tokenizer.decode, skip_special_tokens=True)
+        self._before, self._waiting = list[int](), list[int]()  # the latest tokens
+        self._head, self._size = "", 0  # the text of those before, characters of all pieces
 
-    def of(self, output: Any, first: int) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield the tokens from the place `first` on, after the characters in front of them."""
+    def after(self, *tokens: int) -> str:
+        """Return what follows the last whole character with these tokens."""
+        return self._text([*self._before, *self._waiting, *tokens])[len(self._head) :]
+
+    def add(self, token: int) -> str:
+        """Return what the next token adds."""
+        piece = self.after(token)
+        self._waiting.append(token)
+        if not piece or piece.endswith("\ufffd"):
+            return ""
+        self._before, self._waiting = self._waiting, []
+        self._head = self._text(self._before)
+        return piece
+
+    def places(self, output: Any, first: int) -> Iterator[tuple[int, int, dict[str, Any]]]:
+        """Yield tokens with their log probabilities, as OpenAI's API has them.
+
+        They are those from the place `first` on, with where their pieces begin and end.
+        """
         for at, token in enumerate(output.generated_tokens[first:], first):
-            piece = self._stream.step(self._tokenizer.backend_tokenizer, token) or ""
-            place = self._shown(token, output.logprobs[at])
-            if piece or place["bytes"] is None:  # otherwise it is no text, such as an end token
-                place |= {"token": piece, "bytes": list(piece.encode())}
             top = output.top_logprobs[at] if output.top_logprobs else {}
-            own = {token: {**place}}
-            place["top_logprobs"] = [own.get(each) or self._shown(each, top[each]) for each in top]
-            yield self._size, place
+            shown = {
+                each: self._shown(each, log_prob)
+                for each, log_prob in {**top, token: output.logprobs[at]}.items()
+            }
+            piece = self.add(token)
+            if output.is_finished() and at == len(output.generated_tokens) - 1:
+                piece += self.after()
+            if token not in self._special:
+                shown[token] |= {"token": piece, "bytes": list(piece.encode())}
             self._size += len(piece)
+            tops = {"top_logprobs": [shown[each] for each in top]}
+            yield self._size - len(piece), self._size, shown[token] | tops
 
     def _shown(self, token: int, log_prob: float) -> dict[str, Any]:
-        head, text = map(self._tokenizer.decode, (self._before, [*self._before, token]))
-        text = text.removeprefix(head)
-        return {
-            "token": text,
-            "logprob": max(log_prob, -9999.0),  # as of OpenAI; JSON has no infinity
-            "bytes": None if "\ufffd" in text else list(text.encode()),
-        }
+        text = self.after(token)
+        known = None if "\ufffd" in text else list(text.encode())
+        if token in self._special:  # which is no text
+            text, known = self._tokenizer.decode([token]), []
+        # OpenAI's least number, as JSON has no infinity
+        return {"token": text, "logprob": max(log_prob, -9999.0), "bytes": known}
 
 
 def unfinished_end(tokens: Sequence[int], tokenizer: Any) -> str:
     """Return the end of a text that its stream holds back, since it is no whole character."""
-    text = str(tokenizer.decode(tokens, skip_special_tokens=True))
-    if not text.endswith("\ufffd"):
-        return ""
-    stream = DecodeStream([], skip_special_tokens=True)
-    pieces = (stream.step(tokenizer.backend_tokenizer, token) for token in tokens)
-    return text.removeprefix("".join(filter(None, pieces)))
+    pieces = Pieces(tokenizer)
+    is_whole = not tokenizer.decode(tokens, skip_special_tokens=True).endswith("\ufffd")
+    for token in () if is_whole else tokens:
+        pieces.add(token)
+    return pieces.after()
 
 
 def add_fields(whole: dict[str, Any], request: ServedRequest) -> bool:

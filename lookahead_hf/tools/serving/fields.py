@@ -96,8 +96,9 @@ def as_error(answer: bytes) -> bytes:
     except (ValueError, AttributeError):
         return answer
     if isinstance(detail, list):  # of pydantic: places and sentences
-        said = [each for each in detail if isinstance(each, Mapping)]
-        detail = "; ".join(f"{each.get('loc')}: {each.get('msg')}" for each in said[:3])
+        detail = "; ".join(
+            f"{each.get('loc')}: {each.get('msg')}" for each in detail[:3] if isinstance(each, dict)
+        )
     if not isinstance(detail, str):
         return answer
     return json.dumps(error(detail if len(detail) <= 300 else f"{detail[:297]}...")).encode()
@@ -141,9 +142,9 @@ class ServedRequest:
     refusal: str | None = None  # why it is not answered
     status: int = 400  # the status of the refusal
     stats: SpeculativeStats | None = None  # None before the end and after plain decoding
-    unfinished_end: str = ""  # the end of its text that is no whole character
-    # The tokens of its answer behind how many characters, and with their log probabilities
-    places: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    unfinished_end: str = ""  # the end of a stream's text that is no whole character
+    # The tokens of its answer: where their text begins and ends, and their log probabilities
+    places: list[tuple[int, int, dict[str, Any]]] = field(default_factory=list)
     group: Any = None  # the queue's, one for all texts of a body
     streams: bool = False  # whether its answer is a stream
     grammar: Any = None  # the processor that obeys its schema or tools, once it is compiled
@@ -227,7 +228,6 @@ def allowed(
     except (TypeError, AttributeError) as error:
         raise ValueError(f"speculative={shown(asked)} is not understood: {error}") from error
     assert of_request is not None
-    is_named = pool is not config.pool
-    if is_named or of_request.drafters is None or "pool" in of_request.drafters:
+    if pool is not config.pool or of_request.drafters is None or "pool" in of_request.drafters:
         return dataclasses.replace(of_request, pool=pool)
     return of_request

@@ -24,7 +24,7 @@ from lookahead_hf.model import compat
 from lookahead_hf.queue.manager import SpeculativeBatchingManager
 from lookahead_hf.queue.methods import BatchOptions, engine_of
 from lookahead_hf.queue.request import ending
-from lookahead_hf.tools.serving.answers import FAILED, Places, unfinished_end
+from lookahead_hf.tools.serving.answers import FAILED, Pieces, unfinished_end
 from lookahead_hf.tools.serving.fields import STOPPING, Limits, Reach, ServedRequest, current
 from lookahead_hf.tools.serving.schemas import check_media, grammar_of, task_of, trials
 from lookahead_hf.verification import noise
@@ -256,21 +256,27 @@ class Adding:
 
     def register_result_handler(self, request_id: str, callback: Callable[..., Any]) -> None:
         """Register the handler of the request's outputs, of which it is told what it expects."""
-        request, places = self._request, Places(self._tokenizer)
+        request, pieces = self._request, Pieces(self._tokenizer)
 
-        def hear(output: Any) -> None:
+        def take(output: Any) -> None:
             if output.error is not None:
-                give_up(request, output.exception or RuntimeError(output.error))
-                return
+                raise output.exception or RuntimeError(output.error)
             request.has_begun = True
             if request.log_probs is not None:
-                request.places += places.of(output, len(request.places))
+                request.places += pieces.places(output, len(request.places))
             if output.is_finished():
                 request.stats = output.speculative_stats
-                tokens = output.generated_tokens
-                request.unfinished_end = unfinished_end(tokens, self._tokenizer)
+                if request.streams and request.tools is None:  # of which a whole call is read
+                    tokens = output.generated_tokens
+                    request.unfinished_end = unfinished_end(tokens, self._tokenizer)
             if request.streams or output.is_finished():
                 callback(output)
+
+        def hear(output: Any) -> None:
+            try:
+                take(output)
+            except Exception as error:  # which the queue would not tell anybody
+                give_up(request, error)
 
         self._queue.register_result_handler(request_id, hear)
 
@@ -365,6 +371,7 @@ class _Watched:
 
     def end(self) -> None:
         self._request.stats = stats.of_this_thread(self._model)
-        self._request.unfinished_end = unfinished_end(self._tokens, self._tokenizer)
+        if self._request.streams:
+            self._request.unfinished_end = unfinished_end(self._tokens, self._tokenizer)
         if self._streamer is not None:
             self._streamer.end()

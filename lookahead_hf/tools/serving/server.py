@@ -73,8 +73,9 @@ class Metrics:
 
     def answer(self) -> Response:
         """Return all counters in Prometheus' text format."""
-        text = bytes(generate_latest(self._registry))
-        return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
+        return Response(
+            bytes(generate_latest(self._registry)), headers={"content-type": CONTENT_TYPE_LATEST}
+        )
 
 
 SEAMS = (
@@ -145,10 +146,12 @@ def speculating(
 
         _enable_model(manager, enable)
         if hasattr(manager, "get_gen_models"):  # before transformers 5.24
-            listed = {"id": only_model, "object": "model", "created": 0, "owned_by": ""}
-            manager.get_gen_models = lambda: [listed]
-        entered = {"key": api_key, "live": live, "model": only_model, "pools": pools}
-        app.add_middleware(Entrance, running=running, **entered)
+            manager.get_gen_models = lambda: [
+                {"id": only_model, "object": "model", "created": 0, "owned_by": ""}
+            ]
+        app.add_middleware(
+            Entrance, running=running, model=only_model, pools=pools, key=api_key, live=live
+        )
         # Browsers ask without a key first, and read errors only from an answer that allows it.
         app.user_middleware.sort(key=lambda each: each.cls is not CORSMiddleware)
         app.add_api_route("/metrics", metrics.answer, response_model=None, include_in_schema=False)
@@ -431,9 +434,8 @@ def _explain(request: ServedRequest, error: BaseException | None) -> None:
         request.refusal = f"the model's chat template refuses the messages: {error}"
     elif request.tools is not None and isinstance(error, ValueError):
         why = str(error).partition("\n")[0]  # transformers reads whole calls alone
-        request.refusal = (
-            f"the answer ends within a tool's call: allow more tokens, or leave out stop ({why})"
-        )
+        remedy = "leave out stop, or allow more tokens" if request.stop else "allow more tokens"
+        request.refusal = f"the answer ends within a tool's call: {remedy} ({why})"
     elif isinstance(error, ImportError):
         request.refusal = f"this server lacks a package: {str(error).strip()}"
     elif isinstance(error, _OF_REQUESTS) and not request.generates:

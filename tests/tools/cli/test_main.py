@@ -119,23 +119,15 @@ def test_words(
 
 
 @pytest.mark.parametrize(
-    ("error", "shown"),
-    [
-        (ImportError("sentencepiece is needed"), "sentencepiece is needed"),
-        (torch.OutOfMemoryError("CUDA out of memory.\nMore."), "lookahead-hf: out of memory, take"),
-        (
-            RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"),
-            "lookahead-hf: out of memory, take",
-        ),
-    ],
+    "error", [ImportError("sentencepiece is needed"), torch.OutOfMemoryError("CUDA out of memory.")]
 )
 def test_an_error_while_loading_is_one_message(
-    error: Exception, shown: str, monkeypatch: pytest.MonkeyPatch, run: Run
+    error: Exception, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", Mock(side_effect=error))
     # As of a variable of the shell that was never set: this is not the demo's model.
     message = run("generate", "Hello", "--model", "", code=1).err
-    assert shown in message and "More." not in message
+    assert f"could not be loaded ({type(error).__name__}: {error})" in message
 
 
 def test_an_empty_prompt_is_one_message(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from lookahead_hf import SpeculativeConfig, totals
 from lookahead_hf.queue.manager import RUN
-from lookahead_hf.tools.serving.answers import Places
+from lookahead_hf.tools.serving.answers import Pieces
 from lookahead_hf.tools.serving.fields import Limits
 from tests.helpers.served import Served, hooked, joined, save_ascii_chat, serving
 from tests.helpers.tiny_chat import DRAFTING
@@ -151,7 +151,6 @@ def test_log_probabilities(served: Served, expected: list[str], stream: bool, st
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_log_probabilities_of_characters_of_several_tokens(served: Served, stream: bool) -> None:
-    """Every token is a byte."""
     form = {"type": "json_schema", "json_schema": {"schema": {"const": "語 é!"}}}
     given = {"logprobs": True, "top_logprobs": 3, "stop": "!", "response_format": form}
     answer = served.ask(stream=stream, **given)
@@ -162,15 +161,30 @@ def test_log_probabilities_of_characters_of_several_tokens(served: Served, strea
     assert all(place.top_logprobs[0].token == place.token for place in places)
 
 
-def test_log_probabilities_of_tokens_with_spaces() -> None:
-    words = Tokenizer(models.WordLevel({"\u2581a": 0, "0": 1, "\u2581b": 2}, "0"))
-    words.decoder = decoders.Metaspace()
-    output = SimpleNamespace(generated_tokens=[0, 2, 2], logprobs=[-1.0] * 3)
-    output.top_logprobs = [{0: -1.0, 2: -2.0}] * 3
-    found = [*Places(PreTrainedTokenizerFast(tokenizer_object=words)).of(output, 0)]
-    assert [(at, place["token"]) for at, place in found] == [(0, "a"), (1, " b"), (3, " b")]
-    tops = [[each["token"] for each in place["top_logprobs"]] for _, place in found]
-    assert tops == [["a", " b"], [" a", " b"], [" a", " b"]]
+def test_the_pieces_of_a_text_are_its_tokens() -> None:
+    """Spaces stand where the text has them; a character is the last of its tokens."""
+    vocabulary = {"\u2581a": 0, "</s>": 1, "\u2581b": 2, "<0xE8>": 3}
+    words = Tokenizer(models.WordLevel(vocabulary, "</s>"))
+    words.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")
+    output = SimpleNamespace(generated_tokens=[0, 2, 1, 2, 3, 3], logprobs=[-1.0] * 6)
+    output.top_logprobs, output.is_finished = [{0: -1.0, 3: -2.0}] * 6, lambda: True
+    found = [*Pieces(tokenizer).places(output, 0)]
+    assert [place["token"] for *_, place in found] == ["a", " b", "</s>", " b", "", "\ufffd\ufffd"]
+    assert [begin for begin, *_ in found] == [0, 1, 3, 3, 5, 5] and found[-1][1] == 7
+    known = [byte for *_, place in found for byte in place["bytes"]]
+    assert bytes(known).decode() == tokenizer.decode([0, 2, 2, 3, 3]) == "a b b\ufffd\ufffd"
+    tops = [[each["token"] for each in place["top_logprobs"]] for *_, place in found]
+    assert tops[:2] == [["a", "\ufffd"], [" a", "\ufffd"]]
+
+
+def test_an_output_that_cannot_be_shown_ends_its_request(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Pieces, "add", None)
+    status, answer = served.post("/v1/completions", {"prompt": "x", "logprobs": 1})
+    assert status == 500 and "the server failed at this request" in answer
+    assert "a request failed" in caplog.text
 
 
 def test_log_probabilities_of_completions(served: Served) -> None:

@@ -481,15 +481,14 @@ def test_a_layer_of_an_odd_build_runs_itself(change: Any) -> None:
     assert described and not described.intersection(own)
 
 
-def another_layer(model: Any) -> None:
-    model.model.layers[1] = copy.deepcopy(model.model.layers[1])
+def another(name: str, model: Any) -> None:
+    model.set_submodule(name, copy.deepcopy(model.get_submodule(name)))
 
 
-def another_head(model: Any) -> None:
-    model.lm_head = copy.deepcopy(model.lm_head)
-
-
-@pytest.mark.parametrize("change", [replaced_parameter, another_layer, another_head])
+@pytest.mark.parametrize(
+    "change",
+    [replaced_parameter, *(partial(another, name) for name in ("model.layers.1", "lm_head"))],
+)
 def test_a_model_that_was_changed_is_described_anew(change: Any) -> None:
     model = single()
     run(model, True)
