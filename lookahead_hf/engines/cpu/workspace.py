@@ -174,16 +174,12 @@ class _Addresses:
         thread has changed a weight.
         """
         memory = list(map(torch.Tensor.untyped_storage, self._tensors))
-        found = [
-            list(map(torch.Tensor.data_ptr, self._tensors)),
-            list(map(torch.UntypedStorage.data_ptr, memory)),
-            list(map(torch.UntypedStorage.nbytes, memory)),
-            list(map(_dtype_of, self._tensors)),
-        ]
+        found = [list(map(each, self._tensors)) for each in (torch.Tensor.data_ptr, _dtype_of)]
         if found != self._found:
-            at, starts, nbytes = np.array(found[:3], np.int64)
-            is_there = (starts > 0) & (starts <= at) & (at + self._sizes <= starts + nbytes)
-            if not is_there.all() or found[3] != self._dtypes:
+            at = np.array(found[0], np.int64)
+            starts, sizes = np.array([(each.data_ptr(), each.nbytes()) for each in memory]).T
+            is_there = (starts > 0) & (starts <= at) & (at + self._sizes <= starts + sizes)
+            if not is_there.all() or found[1] != self._dtypes:
                 raise RuntimeError("the memory of a weight was freed or changed within a forward")
             self._found, self._weights = found, at[self._weight] + self._offset
         flat[self._weight_at] = self._weights

@@ -28,7 +28,7 @@ class Screen:
     """Where a command writes: text, in colours on a terminal, or with `as_json` data alone."""
 
     def __init__(self, as_json: bool = False) -> None:
-        self._as_json = as_json
+        self.as_json = as_json
         self.has_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         if isinstance(sys.stdout, io.TextIOWrapper):  # whose encoding may lack characters
             sys.stdout.reconfigure(errors="replace")
@@ -38,7 +38,7 @@ class Screen:
 
     def write(self, text: str, **style: Any) -> None:
         """Write text of the result without a line end, in a style of `click.style`."""
-        if self._as_json:
+        if self.as_json:
             return
         if style and self.has_colour:
             import click
@@ -56,7 +56,7 @@ class Screen:
 
     def result(self, data: Any) -> None:
         """Write data, as a line of JSON; people see nothing of it."""
-        if self._as_json:
+        if self.as_json:
             data = json.loads(json.dumps(data), parse_constant=lambda name: None)  # NaN is null
             print(json.dumps(data), flush=True)
 

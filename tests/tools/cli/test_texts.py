@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import lookahead_hf
 from lookahead_hf.ngram_pool import NgramPool
 from lookahead_hf.tools.cli.commands import texts
 from lookahead_hf.tools.cli.measuring import Call
-from lookahead_hf.tools.cli.screen import Screen
 from tests.helpers.commands import Run
 from tests.helpers.grammars import LEVEL, schema
 from tests.helpers.tiny_chat import DRAFTING, byte_tokenizer, save_tiny_chat
@@ -113,17 +111,3 @@ def test_a_trace_is_shown_and_written(folder: str, run: Run) -> None:
     assert drafted == {name: source["drafted"] for name, source in stats["per_source"].items()}
     text = "".join(text for row in rows for text in row["texts"])
     assert text in shown.replace("‹", "").replace("›", "")
-
-
-def test_a_live_text_holds_back_half_a_character(capsys: pytest.CaptureFixture[str]) -> None:
-    text = texts.LiveText(byte_tokenizer(), Screen())
-    text.put(torch.tensor([[5, 6]]))  # the prompt
-    ids = byte_tokenizer()("a\té")["input_ids"]
-    text.put(torch.tensor([ids[:2]]))
-    text.put(torch.tensor(ids[2:3]))
-    assert capsys.readouterr().out == "a\t"
-    text.put(torch.tensor(ids[3:]))
-    assert capsys.readouterr().out == "é"
-    text.put(torch.tensor(ids[2:3]))
-    text.end()
-    assert capsys.readouterr().out == "\ufffd\n"

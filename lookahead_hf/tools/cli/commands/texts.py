@@ -18,37 +18,7 @@ from lookahead_hf.tools.trace import colours, runs
 from lookahead_hf.trace import MODEL, Trace
 
 if TYPE_CHECKING:
-    import torch
-
-
-class LiveText:
-    """A streamer that shows a text as it is written."""
-
-    def __init__(self, tokenizer: Any, screen: Screen) -> None:
-        self._tokenizer, self._screen = tokenizer, screen
-        self._tokens: list[int] = []  # those that the latest piece came from, and the new ones
-        self._num_shown = 0  # of them
-        self._past_prompt = False
-
-    def put(self, value: torch.Tensor) -> None:
-        """Take the prompt first, then tokens, [1] or [1, tokens]."""
-        if self._past_prompt:
-            self._tokens += value.reshape(-1).tolist()
-            self._show()
-        self._past_prompt = True
-
-    def end(self) -> None:
-        """Show what was held back, such as half a character."""
-        self._show(is_end=True)
-        self._screen.line()
-
-    def _show(self, is_end: bool = False) -> None:
-        known = self._tokenizer.decode(self._tokens[: self._num_shown], skip_special_tokens=True)
-        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
-        if is_end or not text.endswith("\ufffd"):  # bytes that are not a whole character yet
-            self._screen.write(text[len(known) :])
-            self._tokens = self._tokens[self._num_shown :]
-            self._num_shown = len(self._tokens)
+    pass
 
 
 Messages = Sequence[dict[str, str]]  # A conversation, each message with its role and its content
@@ -93,9 +63,11 @@ class Stage:
 
     def write(self, inputs: dict[str, Any], how: dict[str, Any]) -> Call:
         """Generate with further arguments; show a text live, or several of them at the end."""
-        is_live = len(inputs["input_ids"]) == 1
-        streamer = LiveText(self.tokenizer, self.screen) if is_live else None
-        given = {**inputs, **self.generation, **how, "streamer": streamer}
+        from transformers import TextStreamer
+
+        is_live = len(inputs["input_ids"]) == 1 and not self.screen.as_json
+        streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        given = {**inputs, **self.generation, **how, "streamer": streamer if is_live else None}
         call = measuring.timed_call(self.model, given, self.seed)
         if not is_live:
             for text in self.tokenizer.batch_decode(call.rows, skip_special_tokens=True):
