@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -16,10 +16,6 @@ from lookahead_hf.tools.cli.measuring import OURS, PLAIN, Call, Divergence, Run
 from lookahead_hf.tools.cli.screen import CommandError, Screen
 from lookahead_hf.tools.trace import colours, runs
 from lookahead_hf.trace import MODEL, Trace
-
-if TYPE_CHECKING:
-    pass
-
 
 Messages = Sequence[dict[str, str]]  # A conversation, each message with its role and its content
 
