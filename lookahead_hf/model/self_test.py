@@ -53,10 +53,10 @@ logger = logging.getLogger(__name__)
 def refusal(model: Any, is_packed: bool = False) -> tuple[str, str]:
     """Return why draft trees over ragged rows give other logits than plain forwards, and a remedy.
 
-    Both may be empty. Types in `TRIED` are trusted if transformers' own methods run them and every
-    layer of the cache has one place. Any other model is tested once for each of its numerics, with
-    ten forwards over a dozen tokens, packed if asked. A fault that hooks may have caused is not
-    remembered.
+    Both may be empty. A model is trusted if its own type and that of its text model are in `TRIED`,
+    transformers' own methods run it, and every layer of the cache has one place. Any other model is
+    tested once for each of its numerics, with ten forwards over a dozen tokens, packed if asked. A
+    fault that hooks may have caused is not remembered.
     """
     if facts_of(model).is_stock and (
         {model.config.model_type, compat.text_config(model).model_type} <= TRIED

@@ -319,10 +319,12 @@ class Pieces:
             yield self._size - len(piece), self._size, shown[token] | tops
 
     def _shown(self, token: int, log_prob: float) -> dict[str, Any]:
-        text = self.after(token)
-        known = None if "\ufffd" in text else list(text.encode())
+        known: list[int] | None = []
         if token in self._special:  # which is no text
-            text, known = self._tokenizer.decode([token]), []
+            text = self._tokenizer.decode([token])
+        else:
+            text = self.after(token)
+            known = None if "\ufffd" in text else list(text.encode())
         # OpenAI's least number, as JSON has no infinity
         return {"token": text, "logprob": max(log_prob, -9999.0), "bytes": known}
 
