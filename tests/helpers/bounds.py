@@ -100,7 +100,8 @@ def _scratch(op: np.ndarray, num_tokens: int, by_tiles: bool) -> int:
     """Return the float32 numbers that a thread writes during an operation."""
     kind = op[fields.KIND]
     if kind in (fields.LINEAR, fields.GATED):
-        return int(op[fields.PIECE]) * num_tokens * (2 if kind == fields.GATED else 1)
+        numbers = -(-num_tokens // 16) * 512 if by_tiles else num_tokens * int(op[fields.PIECE])
+        return numbers * (2 if kind == fields.GATED else 1)
     if kind != fields.ATTEND:
         return 2 * int(op[fields.SIZE])
     plan = _longs(op[fields.PLAN], fields.PLAN_FIELDS)

@@ -27,9 +27,15 @@ def run(operations: list[dict[int, int]], dtype: torch.dtype, num_tokens: int) -
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: Any = None, **given: int) -> torch.Tensor:
     """Multiply `x`, [tokens, in], by a weight, [out, in], with the kernel."""
-    out = x.new_full((len(x), len(weight)), float("nan"))
-    if given.get("MODE") == fields.ADD:
-        out = torch.ones_like(out)
+    out = x.new_full((len(x), len(weight)), 1 if given.get("MODE") == fields.ADD else torch.nan)
+    run([multiplying(x, weight, out, bias, **given)], x.dtype, len(x))
+    return out
+
+
+def multiplying(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, bias: Any = None, **given: int
+) -> dict[int, int]:
+    """The operation of `linear`, with further fields."""
     op = {
         fields.KIND: fields.LINEAR,
         fields.SOURCE: x.data_ptr(),
@@ -41,8 +47,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: Any = None, **given: int
         fields.PIECE: 32,
         fields.FACTOR: bits(1.0),
     }
-    run([op | {getattr(fields, name): value for name, value in given.items()}], x.dtype, len(x))
-    return out
+    return op | {getattr(fields, name): value for name, value in given.items()}
 
 
 def attended(q: torch.Tensor, *others: Any, limit: float = 0.0) -> torch.Tensor:

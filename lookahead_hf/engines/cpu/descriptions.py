@@ -230,7 +230,7 @@ def _feedforward(program: Program, module: Any, hidden: str) -> tuple[Any, str]:
     """Add the operations of a feed-forward network, as `_attention` does."""
     if hasattr(module, "c_fc"):
         flavour = _activation(module.act)
-        program.linear(module.c_fc, hidden, "active", flavour=flavour)
+        program.linear(module.c_fc, hidden, "active", flavour=flavour, mode=fields.PACK)
         program.buffers["active"] = len(module.c_fc.weight)
         return module.c_proj, "active"
     if hasattr(module, "gate_up_proj"):
@@ -254,7 +254,7 @@ def _feedforward(program: Program, module: Any, hidden: str) -> tuple[Any, str]:
         fields.BIAS_2: (up, "bias", last),
     }
     sizes = {"size": gate.weight.shape[1], "outputs": inner, "piece": piece_of(inner)}
-    program.add(fields.GATED, addresses, flavour=flavour, **sizes)
+    program.add(fields.GATED, addresses, flavour=flavour, mode=fields.PACK, **sizes)
     program.buffers["active"] = inner
     return module.down_proj, "active"
 

@@ -104,7 +104,7 @@ class Program:
         }
         if given.get("mode") == fields.TO_SLOTS:
             addresses[fields.PLAN] = "plan"
-        given.setdefault("factor", bits(1.0))
+        given = {"factor": bits(1.0), "packed": int(source == "active"), **given}
         sizes = {"size": module.weight.shape[1], "outputs": len(rows), "piece": piece_of(len(rows))}
         self.add(fields.LINEAR, addresses, **sizes, **given)
 

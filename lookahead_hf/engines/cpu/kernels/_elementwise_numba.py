@@ -14,13 +14,13 @@ from lookahead_hf.engines.cpu.kernels._vectors_numba import (
     num_nan,
     sum_of,
     sum_of_squares,
-    widen,
 )
 from lookahead_hf.engines.cpu.kernels.fields import (
     GELU_TANH,
     LAYER_NORM,
     RMS,
     RMS_FROM_ONE,
+    RMS_WEIGHTED_WIDE,
     SILU,
 )
 from lookahead_hf.engines.cpu.kernels.llvm import (
@@ -55,14 +55,19 @@ _SINGLE = np.float32(0.0)
 _ONE = np.float32(1.0)
 
 
+def _write(builder: Any, made: Any, out: Any, place: Any, rest: Any) -> None:
+    """Write a vector of numbers, or of their bits, at a place."""
+    width = 2 if made.type.element == I16 else 4
+    store_vector(builder, made, pointer_at(builder, out, place, width, made.type), rest)
+
+
 def _write_all(builder: Any, x: Any, count: Any, out: Any, made_of: Callable[..., Any]) -> None:
     """Write what `made_of(vector, place, rest)` returns for each vector of float32 numbers."""
 
     def write(index: Any, rest: Any) -> None:
         place = builder.mul(index, int64(LANES))
-        made = made_of(load_wide(builder, x, place, FLOAT32, rest), place, rest)
-        width = 2 if made.type.element == I16 else 4
-        store_vector(builder, made, pointer_at(builder, out, place, width, made.type), rest)
+        numbers = load_wide(builder, x, place, FLOAT32, rest)
+        _write(builder, made_of(numbers, place, rest), out, place, rest)
 
     in_pieces(builder, count, LANES, write)
 
@@ -173,55 +178,62 @@ def norm(source, target, weight, bias, size, epsilon, flavour, kind, room):
             b = numbers(bias, kind)
             for i in range(size):
                 c[i] += wide(b[i])
+        narrow_all(room, size, target, kind)
     else:
         scale = _ONE / np.sqrt(sum_of_squares(source, size, kind) / count + epsilon)
-        for i in range(size):
-            c[i] = wide(x[i]) * scale
-        if flavour == RMS:
-            narrow_all(room, size, target, kind)
-            widen(target, size, room, kind)
-        if flavour == RMS_FROM_ONE:
-            for i in range(size):
-                c[i] *= _ONE + wide(w[i])
-        else:
-            for i in range(size):
-                c[i] *= wide(w[i])
-    narrow_all(room, size, target, kind)
+        _scale(source, size, scale, weight, flavour, target, kind)
 
 
-@jit_inner_numbers
-def rotate(source, target, cos, sin, dim, rotated, is_wide, kind, room):
+@emits
+def _scale(context, builder, x, count, scale, weight, flavour, out, kind):
+    """Write numbers by a scale and by a norm's weight."""
+    scales = spread(builder, scale, vector_of(F32))
+
+    def write(known: int, index: Any, rest: Any) -> None:
+        place = builder.mul(index, int64(LANES))
+        numbers, by = (load_wide(builder, each, place, kind, rest) for each in (x, weight))
+        numbers = builder.fmul(numbers, scales)
+        if known == RMS:
+            numbers = _near(builder, numbers, kind)
+        if known == RMS_FROM_ONE:
+            by = builder.fadd(all_of(by.type, 1.0), by)
+        _write(builder, narrowed(builder, builder.fmul(numbers, by), kind), out, place, rest)
+
+    for known in (RMS, RMS_WEIGHTED_WIDE, RMS_FROM_ONE):
+        with builder.if_then(builder.icmp_unsigned("==", flavour, int64(known))):
+            in_pieces(builder, count, LANES, partial(write, known))
+
+
+@emits
+def rotate(context, builder, source, target, cos, sin, dim, rotated, is_wide, kind):
     """Rotate the first `rotated` of `dim` numbers of a head; `target` may be `source`.
 
-    A pair has one number in each half. `cos` is an address, or 0 to rotate nothing. Float32 angles
-    (`is_wide`) leave products unrounded. The room is for five heads of float32 numbers.
+    A pair has one number in each half. Float32 angles (`is_wide`) leave products unrounded.
     """
-    length = dim * 4
-    x, own, other = room, room + length, room + 2 * length
-    widen(source, dim, x, kind)
-    widen(source, dim, own, kind)
-    if cos:
-        half = rotated // 2
-        angles = room + 3 * length, room + 4 * length
-        if is_wide:
-            angles = cos, sin
-        else:
-            widen(cos, rotated, angles[0], kind)
-            widen(sin, rotated, angles[1], kind)
-        given, a, b = numbers(x, _SINGLE), numbers(own, _SINGLE), numbers(other, _SINGLE)
-        c, s = numbers(angles[0], _SINGLE), numbers(angles[1], _SINGLE)
-        for i in range(half):
-            b[i] = -given[i + half] * s[i]
-            b[i + half] = given[i] * s[i + half]
-        for i in range(rotated):
-            a[i] *= c[i]
-        if not is_wide:
-            for rounded in (own, other):
-                narrow_all(rounded, rotated, x, kind)
-                widen(x, rotated, rounded, kind)
-        for i in range(rotated):
-            a[i] += b[i]
-    narrow_all(own, dim, target, kind)
+    half = builder.lshr(rotated, int64(1))
+
+    def turn(of_angles: Any, index: Any, rest: Any) -> None:
+        low = builder.mul(index, int64(LANES))
+        places = low, builder.add(low, half)
+        x = [load_wide(builder, source, place, kind, rest) for place in places]
+        for place, own, other in zip(places, x, (builder.fneg(x[1]), x[0]), strict=True):
+            c, s = (load_wide(builder, each, place, of_angles, rest) for each in (cos, sin))
+            parts = [builder.fmul(own, c), builder.fmul(other, s)]
+            if of_angles == kind:
+                parts = [_near(builder, each, kind) for each in parts]
+            made = narrowed(builder, builder.fadd(*parts), kind)
+            _write(builder, made, target, place, rest)
+
+    def keep(index: Any, rest: Any) -> None:
+        place = builder.add(rotated, builder.mul(index, int64(LANES)))
+        numbers = load_wide(builder, source, place, kind, rest)
+        _write(builder, narrowed(builder, numbers, kind), target, place, rest)
+
+    with builder.if_else(builder.icmp_unsigned("!=", is_wide, is_wide.type(0))) as (wide, own):
+        for branch, of_angles in ((wide, FLOAT32), (own, kind)):
+            with branch:
+                in_pieces(builder, half, LANES, partial(turn, of_angles))
+    in_pieces(builder, builder.sub(dim, rotated), LANES, keep)
 
 
 AT_A_TIME = 1024  # Scores that stay in a core's first cache while they are compared

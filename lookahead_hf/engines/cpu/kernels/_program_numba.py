@@ -32,8 +32,8 @@ from lookahead_hf.engines.cpu.kernels._tiles_numba import (
     attend_by_tiles,
     columns_of,
     is_packed,
+    multiply_by_tiles,
     pack,
-    product_by_tiles,
 )
 from lookahead_hf.engines.cpu.kernels._vectors_numba import product
 from lookahead_hf.engines.cpu.kernels.llvm import (
@@ -76,29 +76,14 @@ def _turn(op, token, scratch, kind):
     dim, heads, is_wide = op[f.SIZE], op[f.HEADS], op[f.FLAVOUR] != 0
     epsilon, length = float_of(op[f.EPSILON]), op[f.SIZE] * width_of(kind)
     angle = token * op[f.ROTATED] * (4 if is_wide else width_of(kind))
-    cos = op[f.COS] + angle if op[f.COS] else 0
     row = longs(longs(op[f.PLAN])[f.SLOTS])[token] if op[f.MODE] == f.TO_SLOTS else token
     for head in range(heads):
         source = op[f.SOURCE] + (token * heads + head) * length
         target = op[f.TARGET] + (row * heads + head) * length
         if op[f.WEIGHT]:
             norm(source, source, op[f.WEIGHT], 0, dim, epsilon, op[f.OUTPUTS], kind, scratch)
-        sin, rotated = op[f.SIN] + angle, op[f.ROTATED]
-        rotate(source, target, cos, sin, dim, rotated, is_wide, kind, scratch)
-
-
-@jit_inner_numbers
-def _product(w, first, last, size, x, tokens, out, pitch, scratch, room, after, kind, lanes, tiles):
-    """Multiply the rows `first` to `last` of a weight by tokens; tiles have them packed in a room.
-
-    `scratch` is behind the results, and `after` what the thread multiplies next.
-    """
-    if lanes is not None:
-        product(w, first, last, size, x, tokens, out, pitch, scratch, kind)
-    if tiles is not None:
-        packed = x if is_packed(tokens, size) else room + ROOM
-        at, rows = w + first * size * width_of(kind), last - first
-        product_by_tiles(at, rows, size, packed, tokens, out, pitch, room, after, tiles)
+        cos, sin, rotated = op[f.COS] + angle, op[f.SIN] + angle, op[f.ROTATED]
+        rotate(source, target, cos, sin, dim, rotated, is_wide, kind)
 
 
 @jit_inner_numbers
@@ -110,48 +95,29 @@ def _add_bias(sums, bias, first, count, kind):
 
 
 @jit_inner_numbers
-def _multiply(op, tokens, piece, scratch, room, after, kind, lanes, tiles):
-    """Multiply a piece of a linear layer's weight, and store the results or add them."""
-    pitch, stride = op[f.PIECE], op[f.OUTPUTS]
-    first = piece * pitch
-    count, width = min(pitch, stride - first), width_of(kind)
-    size, last, rest = op[f.SIZE], first + count, scratch + tokens * pitch * 4
-    w, x = op[f.WEIGHT], op[f.SOURCE]
-    after = after if after else w + last * size * width
-    _product(w, first, last, size, x, tokens, scratch, pitch, rest, room, after, kind, lanes, tiles)
-    slots = longs(longs(op[f.PLAN])[f.SLOTS]) if op[f.MODE] == f.TO_SLOTS else longs(0)
+def _multiply(op, tokens, piece, scratch, kind):
+    """Carry out a piece of a linear layer or of a gated unit."""
+    pitch, size, stride, mode = op[f.PIECE], op[f.SIZE], op[f.OUTPUTS], op[f.MODE]
+    first, width, is_gated = piece * pitch, width_of(kind), op[f.KIND] == f.GATED
+    count, by_token = min(pitch, stride - first), pitch * 4
+    last, gated = first + count, scratch + tokens * by_token if is_gated else 0
+    x, rest = op[f.SOURCE], scratch + (2 if is_gated else 1) * tokens * by_token
+    product(op[f.WEIGHT], first, last, size, x, tokens, scratch, pitch, rest, kind)
+    if is_gated:
+        product(op[f.WEIGHT_2], first, last, size, x, tokens, gated, pitch, rest, kind)
     for t in range(tokens):
-        row = slots[t] if op[f.MODE] == f.TO_SLOTS else t
-        sums, to = scratch + t * pitch * 4, op[f.TARGET] + (row * stride + first) * width
+        row = longs(longs(op[f.PLAN])[f.SLOTS])[t] if mode == f.TO_SLOTS else t
+        sums, by = scratch + t * by_token, gated + t * by_token if is_gated else 0
+        to = op[f.TARGET] + (row * stride + first) * width
         _add_bias(sums, op[f.BIAS], first, count, kind)
+        if is_gated:
+            _add_bias(by, op[f.BIAS_2], first, count, kind)
         if op[f.FLAVOUR] != f.NO_ACTIVATION:
-            activate(sums, 0, count, op[f.FLAVOUR], kind)
-        if op[f.MODE] == f.ADD:
+            activate(sums, by, count, op[f.FLAVOUR], kind)
+        if mode == f.ADD:
             add_all(sums, count, float_of(op[f.FACTOR]), to, kind)
         else:
             narrow_all(sums, count, to, kind)
-
-
-@jit_inner_numbers
-def _gate(op, tokens, piece, scratch, room, after, kind, lanes, tiles):
-    """Multiply a piece of both weights of a gated unit, and gate the one by the other."""
-    pitch, size, stride = op[f.PIECE], op[f.SIZE], op[f.OUTPUTS]
-    first = piece * pitch
-    count, width = min(pitch, stride - first), width_of(kind)
-    other, last = scratch + tokens * pitch * 4, first + count
-    rest = other + tokens * pitch * 4
-    w, w2, x = op[f.WEIGHT], op[f.WEIGHT_2], op[f.SOURCE]
-    after, between = after if after else w + last * size * width, w2 + first * size * width
-    _product(
-        w, first, last, size, x, tokens, scratch, pitch, rest, room, between, kind, lanes, tiles
-    )
-    _product(w2, first, last, size, x, tokens, other, pitch, rest, room, after, kind, lanes, tiles)
-    for t in range(tokens):
-        sums, by = scratch + t * pitch * 4, other + t * pitch * 4
-        _add_bias(sums, op[f.BIAS], first, count, kind)
-        _add_bias(by, op[f.BIAS_2], first, count, kind)
-        activate(sums, by, count, op[f.FLAVOUR], kind)
-        narrow_all(sums, count, op[f.TARGET] + (t * stride + first) * width, kind)
 
 
 @jit_inner_numbers
@@ -165,11 +131,18 @@ def _num_pieces(op, tokens, lanes):
 
 
 @jit_inner_numbers
+def _multiplies(op):
+    return op[f.KIND] == f.LINEAR or op[f.KIND] == f.GATED
+
+
+@jit_inner_numbers
 def _carry_out(op, tokens, piece, scratch, room, after, kind, lanes, tiles):
-    if op[f.KIND] == f.LINEAR:
-        _multiply(op, tokens, piece, scratch, room, after, kind, lanes, tiles)
-    elif op[f.KIND] == f.GATED:
-        _gate(op, tokens, piece, scratch, room, after, kind, lanes, tiles)
+    if _multiplies(op):
+        if tiles is not None:
+            packed = op[f.SOURCE] if is_packed(op, tokens) else room + ROOM
+            multiply_by_tiles(op, tokens, piece, packed, scratch, room, after, tiles)
+        else:
+            _multiply(op, tokens, piece, scratch, kind)
     elif op[f.KIND] == f.ATTEND:
         if lanes is not None:
             attend(op, piece, scratch, kind)
@@ -220,11 +193,6 @@ def _place(job, first, piece, lanes):
 
 
 @jit_inner_numbers
-def _multiplies(op):
-    return op[f.KIND] == f.LINEAR or op[f.KIND] == f.GATED
-
-
-@jit_inner_numbers
 def _next_weight(job, first, me, kind, lanes):
     """Return the rows that a thread multiplies first in the next phase that has products, or 0."""
     while first < job[f.NUM_OPS]:
@@ -264,7 +232,7 @@ def run(address, kind, lanes, tiles):
                 at, part = _place(job, first, piece, lanes)
                 op, after = _op(job, at), 0
                 if tiles is not None and _multiplies(op):
-                    if op[f.SOURCE] != packed and not is_packed(tokens, op[f.SIZE]):
+                    if op[f.SOURCE] != packed and not is_packed(op, tokens):
                         packed = op[f.SOURCE]
                         pack(packed, tokens, op[f.SIZE], room + ROOM)
                     if piece + 1 == end:

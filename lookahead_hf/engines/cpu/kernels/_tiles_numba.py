@@ -16,12 +16,13 @@ import numpy as np
 from numba.extending import register_jitable
 
 from lookahead_hf.engines.cpu.kernels import fields as f
-from lookahead_hf.engines.cpu.kernels._elementwise_numba import cap_all, narrow_all
-from lookahead_hf.engines.cpu.kernels.llvm import float_of, longs, numbers
+from lookahead_hf.engines.cpu.kernels._elementwise_numba import activate, cap_all
+from lookahead_hf.engines.cpu.kernels.llvm import float_of, longs, numbers, wide
 from lookahead_hf.engines.cpu.kernels.tile_vectors import (
     find_largest,
     pack_tokens,
-    store_tile,
+    store_packed,
+    store_tokens,
     turn,
     weights,
 )
@@ -35,30 +36,31 @@ from lookahead_hf.engines.cpu.kernels.tiles import (
 )
 from lookahead_hf.ngram_pool.jit import jit_inner_numbers
 
-BLOCKS = 2  # Most blocks of up to 16 tokens that rows are multiplied by at a time
+_SINGLE, _WORD, _HALF, _ONE = np.float32(0.0), np.int32(0), np.uint16(0), np.float32(1.0)
 
-CHUNK = 20 * 1024
-"""Bytes of packed tokens that stay in a core's first cache while rows pass by. Tokens from the
-second cache are not free: they compete with the weight on its way from memory."""
+BLOCKS = 2  # Most blocks of up to 16 tokens that rows are multiplied by at a time
 
 PAIR = 2 * f.TILE  # Rows that are multiplied at a time, while there are as many
 
-GROUP = 2 * PAIR  # Most rows that pass by one chunk of tokens, whose sums are kept meanwhile
+TARGETS_AT = STATE + TILE_BYTES
+"""Where addresses of 16 results are in a thread's room: behind its state and a tile for tails."""
 
-SUMS_AT = STATE + TILE_BYTES
-"""Where sums are in a thread's room: behind its state and a tile for the end of rows."""
-
-ROOM = SUMS_AT + GROUP // f.TILE * BLOCKS * TILE_BYTES
+ROOM = TARGETS_AT + f.TILE * 8
 """Bytes of a thread's room, packed tokens aside."""
 
 _1x1, _1x2, _2x1, _2x2 = (tile_dots(rows, blocks) for rows in (1, 2) for blocks in (1, 2))
 
 
 @register_jitable
+def blocks_of(tokens):
+    """Return the number of blocks of tokens."""
+    return (tokens + f.TILE - 1) // f.TILE
+
+
+@register_jitable
 def columns_of(tokens):
     """Return the tokens of a block: as even as possible, 16 at most."""
-    blocks = (tokens + f.TILE - 1) // f.TILE
-    return (tokens + blocks - 1) // blocks
+    return (tokens + blocks_of(tokens) - 1) // blocks_of(tokens)
 
 
 @register_jitable
@@ -70,13 +72,13 @@ def bytes_of_block(size, columns):
 @register_jitable
 def bytes_of_packed(tokens, size):
     """Return the bytes of all packed blocks of tokens, [tokens, size]."""
-    return (tokens + f.TILE - 1) // f.TILE * bytes_of_block(size, columns_of(tokens))
+    return blocks_of(tokens) * bytes_of_block(size, columns_of(tokens))
 
 
 @jit_inner_numbers
-def is_packed(tokens, size):
-    """Return whether tokens are packed as they are."""
-    return tokens == 1 and size % STEP == 0
+def is_packed(op, tokens):
+    """Return whether what a linear layer reads is packed as it is."""
+    return op[f.PACKED] or (tokens == 1 and op[f.SIZE] % STEP == 0)
 
 
 @jit_inner_numbers
@@ -92,94 +94,101 @@ def pack(x, tokens, size, out):
 
 # fmt: off
 @jit_inner_numbers
-def _dots(w, length, x, by, blocks, columns, steps, tail, c, new, ahead, asks, rows, room, tiles):
+def _dots(w, length, x, by, blocks, columns, steps, tail, c, ahead, asks, rows, room, tiles):
     if rows == PAIR:
         if blocks == 1:
-            _2x1(w, length, x, by, columns, steps, tail, c, new, ahead, asks, rows, room, tiles)
+            _2x1(w, length, x, by, columns, steps, tail, c, ahead, asks, rows, room, tiles)
         else:
-            _2x2(w, length, x, by, columns, steps, tail, c, new, ahead, asks, rows, room, tiles)
+            _2x2(w, length, x, by, columns, steps, tail, c, ahead, asks, rows, room, tiles)
     elif blocks == 1:
-        _1x1(w, length, x, by, columns, steps, tail, c, new, ahead, asks, rows, room, tiles)
+        _1x1(w, length, x, by, columns, steps, tail, c, ahead, asks, rows, room, tiles)
     else:
-        _1x2(w, length, x, by, columns, steps, tail, c, new, ahead, asks, rows, room, tiles)
+        _1x2(w, length, x, by, columns, steps, tail, c, ahead, asks, rows, room, tiles)
 # fmt: on
 
 
 @jit_inner_numbers
-def _group(
-    w, length, rows, size, x, blocks, tokens, columns, out, stride, room, ahead, asks, tiles
-):
-    """Multiply up to GROUP rows by up to BLOCKS blocks of tokens, chunk by chunk.
+def _multiply(w, rows, size, x, tokens, out, room, ahead, tiles):
+    """Multiply up to PAIR rows by packed tokens, BLOCKS blocks at a time.
 
-    `asks` quarters of as many lines come from memory meanwhile, from `ahead` on.
+    Their sums are [tiles of rows][blocks], and follow those of the blocks before. Meanwhile as many
+    lines as the rows have come from memory, from `ahead` on.
     """
-    by, steps = bytes_of_block(size, columns), size // STEP
-    chunk = max(1, CHUNK // (blocks * columns * 64)) if rows > PAIR else max(1, steps)
-    parts = max(1, (steps + chunk - 1) // chunk)
-    chunk = (steps + parts - 1) // parts
-    start = 0
-    while True:
-        count = min(chunk, steps - start)
-        is_last = start + count == steps
-        tail = size % STEP if is_last else 0
-        is_first, at_x = 1 if start == 0 else 0, x + start * f.TILE * columns * 4
-        c, row = room + SUMS_AT, 0
-        while row < rows:
-            height = PAIR if rows - row >= PAIR else min(f.TILE, rows - row)
-            at = w + row * length + start * 64
+    columns, blocks, length, asked = columns_of(tokens), blocks_of(tokens), size * 2, 0
+    by = bytes_of_block(size, columns)
+    for block in range(0, blocks, BLOCKS):
+        some, c = min(BLOCKS, blocks - block), out + block * 2 * TILE_BYTES
+        asks = 4 * (block + some) // blocks - asked
+        for row in range(0, rows, PAIR if rows == PAIR else f.TILE):
+            height, at = PAIR if rows == PAIR else min(f.TILE, rows - row), w + row * length
             if height < f.TILE:
                 configure(room, height, columns, tiles)
             _dots(
-                at, length, at_x, by, blocks, columns, count, tail, c, is_first, ahead, asks,
-                height, room, tiles,
+                at, length, x + block * by, by, some, columns, size // STEP, size % STEP, c, ahead,
+                asks, height, room, tiles,
             )  # fmt: skip
             if height < f.TILE:
                 configure(room, f.TILE, columns, tiles)
-            num_tiles = (height + f.TILE - 1) // f.TILE
-            ahead += num_tiles * count * asks * TILE_BYTES // 4
-            for tile in range(num_tiles):
-                if is_last:
-                    filled, first_row = min(f.TILE, height), row + tile * f.TILE
-                    for block in range(blocks):
-                        first = block * columns
-                        to = out + (first * stride + first_row) * 4
-                        some = min(columns, tokens - first)
-                        store_tile(c + block * TILE_BYTES, some, to, stride * 4, filled)
-                c += blocks * TILE_BYTES
-            row += height
-        start += count
-        if is_last:
-            break
+            ahead += height * length * asks // 4
+            c += some * TILE_BYTES
+        asked += asks
 
 
 @jit_inner_numbers
-def product_by_tiles(w, rows, size, x, tokens, out, stride, room, after, tiles):
-    """Multiply some rows of a weight by packed tokens.
+def multiply_by_tiles(op, tokens, piece, x, scratch, room, after, tiles):
+    """Carry out a piece of a linear layer or of a gated unit with packed tokens.
 
-    The result is [tokens, rows] float32, with `stride` numbers from one token's to the next one's.
     `configure(room, TILE, columns_of(tokens))` was called on this thread, whose room has ROOM
-    bytes. At `after` is what the thread multiplies next.
+    bytes. At `after` is what the thread multiplies next, or 0 if it is the rows that follow.
     """
-    columns = columns_of(tokens)
-    blocks = (tokens + columns - 1) // columns
-    passes, length = (blocks + BLOCKS - 1) // BLOCKS, size * 2
-    for row in range(0, rows, GROUP):
-        count = min(GROUP, rows - row)
-        at = w + row * length
-        ahead = at + count * length if row + count < rows else after
-        start = 0
-        for each in range(passes):
-            some = (blocks - start + passes - each - 1) // (passes - each)
-            first = start * columns
-            to, filled = out + (first * stride + row) * 4, min(some * columns, tokens - first)
-            at_x = x + start * bytes_of_block(size, columns)
-            asked = 4 * each // passes
-            asks = 4 * (each + 1) // passes - asked
-            _group(
-                at, length, count, size, at_x, some, filled, columns, to, stride, room,
-                ahead + asked * count * length // 4, asks, tiles,
-            )  # fmt: skip
-            start += some
+    size, first, blocks = op[f.SIZE], piece * op[f.PIECE], blocks_of(tokens)
+    length, last = size * 2, min(first + op[f.PIECE], op[f.OUTPUTS])
+    gated = blocks * 2 * TILE_BYTES if op[f.KIND] == f.GATED else 0
+    for row in range(first, last, PAIR):
+        rows, at = min(PAIR, last - row), row * length
+        w, w2 = op[f.WEIGHT] + at, op[f.WEIGHT_2] + at
+        ahead = after if after and row + rows == last else w + rows * length
+        _multiply(w, rows, size, x, tokens, scratch, room, w2 if gated else ahead, tiles)
+        if gated:
+            _multiply(w2, rows, size, x, tokens, scratch + gated, room, ahead, tiles)
+        _finish(op, row, rows, scratch, gated, tokens, room)
+
+
+@jit_inner_numbers
+def _finish(op, first, rows, sums, gated, tokens, room):
+    """Write, or add, the results of some rows; other sums are `gated` bytes behind, if not 0."""
+    columns, blocks, mode = columns_of(tokens), blocks_of(tokens), op[f.MODE]
+    targets, stride, of_tile = room + TARGETS_AT, op[f.OUTPUTS], f.TILE * columns
+    for block in range(blocks):
+        start, token = block // BLOCKS * BLOCKS, block * columns
+        below, c = min(BLOCKS, blocks - start) * TILE_BYTES, sums + (start + block) * TILE_BYTES
+        for row in range(0, rows, f.TILE):
+            height, at = min(f.TILE, rows - row), c + row // f.TILE * below
+            _add_bias(at, op[f.BIAS], first + row, height, columns)
+            if gated:
+                _add_bias(at + gated, op[f.BIAS_2], first + row, height, columns)
+            if op[f.FLAVOUR] != f.NO_ACTIVATION:
+                by = at + gated if gated else 0
+                activate(at, by, height * columns, op[f.FLAVOUR], _HALF)
+        if mode == f.PACK:
+            for i in range(rows * columns, PAIR * columns):
+                numbers(c + i // of_tile * below, _SINGLE)[i % of_tile] = _SINGLE
+            to = op[f.TARGET] + block * bytes_of_block(stride, columns)
+            store_packed(c, below, columns, to + first // STEP * of_tile * 4)
+        else:
+            count, adds = min(columns, tokens - token), mode == f.ADD
+            for t in range(token, token + count):
+                to = longs(longs(op[f.PLAN])[f.SLOTS])[t] if mode == f.TO_SLOTS else t
+                longs(targets)[t - token] = op[f.TARGET] + (to * stride + first) * 2
+            store_tokens(c, below, columns, count, targets, rows, adds, float_of(op[f.FACTOR]))
+
+
+@jit_inner_numbers
+def _add_bias(sums, bias, first, rows, columns):
+    if bias:
+        total, b = numbers(sums, _SINGLE), numbers(bias + first * 2, _HALF)
+        for i in range(rows * columns):
+            total[i] += wide(b[i // columns])
 
 
 MIXED = 4  # Tiles of a value that are summed side by side
@@ -195,27 +204,24 @@ NOTES = 384
 """Bytes of what is known of 16 queries, beside their results: how many slots each sees behind the
 whole tiles of common ones (int32), the largest scores, and sums of weights, four of each query."""
 
-_SINGLE, _WORD, _HALF = np.float32(0.0), np.int32(0), np.uint16(0)
-
 
 @register_jitable
 def attention_places(queries, slots, dim):
     """Return the width of a result, and where a piece's parts are in scratch memory, in bytes.
 
     Behind the scores, [blocks of 16 queries][slots][16], are the queries side by side, and packed;
-    values as tiles; weights; notes and results as tiles; results by query; zeros, and addresses of
+    values as tiles; weights; notes and results as tiles; zeros, and addresses of
     values behind them. The last number is where all of that ends.
     """
-    rows, width = (slots + STEP - 1) // STEP * STEP, (dim + f.TILE - 1) // f.TILE * f.TILE
-    blocks = (queries + f.TILE - 1) // f.TILE
+    rows, width = (slots + STEP - 1) // STEP * STEP, blocks_of(dim) * f.TILE
+    blocks = blocks_of(queries)
     copied = blocks * rows * 64
     packed = copied + (queries * dim * 2 + 63) // 64 * 64
     turned = packed + bytes_of_block(dim, f.TILE)
     split = turned + rows * width * 2
     notes = split + rows * 64
-    mixed = notes + blocks * (NOTES + width * 64)
-    zeros = mixed + width * 64
-    return width, copied, packed, turned, split, notes, mixed, zeros, zeros + width * 2 + rows * 8
+    zeros = notes + blocks * (NOTES + width * 64) + TILE_BYTES
+    return width, copied, packed, turned, split, notes, zeros, zeros + width * 2 + rows * 8
 
 
 @jit_inner_numbers
@@ -244,10 +250,10 @@ def attend_by_tiles(op, piece, scratch, room, left, tiles):
             if end > slots:
                 slots, longest = end, t
     whole, rows = common // STEP * STEP, (slots + STEP - 1) // STEP * STEP
-    places, blocks = attention_places(queries, slots, dim), (queries + f.TILE - 1) // f.TILE
+    places, blocks = attention_places(queries, slots, dim), blocks_of(queries)
     width, copied, packed = places[0], scratch + places[1], scratch + places[2]
     turned, split, notes = scratch + places[3], scratch + places[4], scratch + places[5]
-    mixed, zeros, of_notes = scratch + places[6], scratch + places[7], NOTES + width * 64
+    zeros, of_notes = scratch + places[6], NOTES + width * 64
     at = (first_token * op[f.HEADS] + piece % shared * group) * dim * 2  # of the first query
     by_token = op[f.HEADS] * dim * 2
     for t in range(count):
@@ -304,17 +310,23 @@ def attend_by_tiles(op, piece, scratch, room, left, tiles):
             if part < groups or is_chain or is_left:
                 _mix(split, turned, width, some, note + NOTES, room, tiles)
     for b in range(blocks):
-        some, note = min(f.TILE, queries - b * f.TILE), notes + b * of_notes
-        for place in range(0, width, f.TILE):
-            store_tile(note + NOTES + place * 64, some, mixed + place * 4, width * 4, f.TILE)
-        for q in range(some):
-            out, query, total = numbers(mixed + q * width * 4, _SINGLE), b * f.TILE + q, _SINGLE
+        some, targets = min(f.TILE, queries - b * f.TILE), longs(room + TARGETS_AT)
+        mixed = notes + b * of_notes + NOTES
+        total, out = numbers(mixed - NOTES, _SINGLE), numbers(mixed, _SINGLE)
+        for q in range(f.TILE):
+            total[q] = _SINGLE
             for i in range(2 * f.TILE + q, 6 * f.TILE, f.TILE):
-                total += numbers(note, _SINGLE)[i]
-            for i in range(dim):
-                out[i] /= total
-            target = op[f.TARGET] + at + query // group * by_token + query % group * dim * 2
-            narrow_all(mixed + q * width * 4, dim, target, _HALF)
+                total[q] += total[i]
+        for i in range(width * f.TILE):
+            out[i] /= total[i % f.TILE]
+        for q in range(some):
+            query = b * f.TILE + q
+            targets[q] = op[f.TARGET] + at + query // group * by_token + query % group * dim * 2
+        for place in range(0, dim, PAIR):
+            rows, c = min(PAIR, dim - place), mixed + place * 64
+            store_tokens(c, TILE_BYTES, f.TILE, some, room + TARGETS_AT, rows, False, _ONE)
+            for q in range(some):
+                targets[q] += PAIR * 2
     configure(room, f.TILE, left, tiles)
 
 
@@ -341,7 +353,7 @@ def _score(keys, stride, slots, dim, packed, out, room, tiles):
         if height < f.TILE:
             configure(room, height, f.TILE, tiles)
         key, to = keys + slot * stride, out + slot * 64
-        _dots(key, stride, packed, 0, 1, f.TILE, steps, tail, to, 1, 0, 0, height, room, tiles)
+        _dots(key, stride, packed, 0, 1, f.TILE, steps, tail, to, 0, 0, height, room, tiles)
         slot += height
         if height < f.TILE:
             configure(room, f.TILE, f.TILE, tiles)

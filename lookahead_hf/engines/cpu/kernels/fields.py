@@ -45,13 +45,15 @@ import numpy as np
     SIN,
     PLAN,  # where tokens are in the cache, and what they see
     PIECE,  # outputs of a piece
+    PACKED,  # whether LINEAR reads what an operation wrote in the mode PACK
     OP_FIELDS,
-) = range(22)
+) = range(23)
 
 NORM, LINEAR, GATED, ROTATE, ATTEND = range(5)  # Kinds of operations
 
-STORE, ADD, TO_SLOTS = range(3)
-"""Modes: write the target, add to it, or write the rows of a cache that the plan names."""
+STORE, ADD, TO_SLOTS, PACK = range(4)
+"""Modes: write the target, add to it, write the rows of a cache that the plan names, or write it as
+tiles read it, which vectors do as they read it."""
 
 RMS, RMS_WEIGHTED_WIDE, RMS_FROM_ONE, LAYER_NORM = range(4)
 """Norms: Llama's; OLMo's, which multiplies before it rounds; Gemma's, whose weight counts from one;

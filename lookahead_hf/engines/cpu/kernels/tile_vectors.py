@@ -12,7 +12,9 @@ from numba.core import cgutils
 from lookahead_hf.engines.cpu.kernels._vectors_numba import larger
 from lookahead_hf.engines.cpu.kernels.fields import TILE
 from lookahead_hf.engines.cpu.kernels.llvm import (
+    BFLOAT16,
     F32,
+    I16,
     I32,
     I64,
     all_of,
@@ -21,6 +23,7 @@ from lookahead_hf.engines.cpu.kernels.llvm import (
     in_pieces,
     int64,
     load_bits,
+    narrowed,
     pointer_at,
     shuffle,
     spread,
@@ -60,22 +63,61 @@ def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
     return out
 
 
+def _halves(builder: Any, words: Any) -> list[Any]:
+    """Return the low and the high numbers of words of two bfloat16 numbers as float32."""
+    parts = builder.shl(words, all_of(WORDS, 16)), builder.and_(words, all_of(WORDS, 0xFFFF0000))
+    return [builder.bitcast(each, SINGLES) for each in parts]
+
+
+def _paired(builder: Any, low: Any, high: Any) -> Any:
+    """Round two vectors to bfloat16, and return words that have one number of each."""
+    low, high = (builder.zext(narrowed(builder, each, BFLOAT16), WORDS) for each in (low, high))
+    return builder.or_(low, builder.shl(high, all_of(WORDS, 16)))
+
+
+def _rounded(builder: Any, c: Any, below: Any, columns: Any) -> list[Any]:
+    """Return 32 rows of sums as words of two bfloat16 numbers, of a row and of the one below it.
+
+    A row has `columns` numbers; the 16th row is `below` bytes behind the first one.
+    """
+    starts = c, builder.add(c, below)
+    offsets = [builder.mul(columns, int64(row % TILE)) for row in range(STEP)]
+    at = [pointer_at(builder, starts[i // TILE], by, 4, SINGLES) for i, by in enumerate(offsets)]
+    rows = [builder.load(place, align=4) for place in at]
+    return [_paired(builder, *pair) for pair in zip(rows[::2], rows[1::2], strict=True)]
+
+
 @emits
-def store_tile(context, builder, c, count, out, out_stride, rows):
-    """Write a tile, [16 rows][16 tokens], as tokens of `rows` numbers, `out_stride` bytes apart."""
-    numbers = [
-        builder.load(pointer_at(builder, c, int64(i), 64, SINGLES), align=4) for i in range(TILE)
-    ]
-    is_whole = builder.icmp_unsigned("==", rows, int64(TILE))
-    for t, row in enumerate(_transposed(builder, numbers)):
+def store_packed(context, builder, c, below, columns, out):
+    """Write sums as `_rounded` returns them and `pack_tokens` writes tokens, and nothing behind."""
+    for pair, word in enumerate(_rounded(builder, c, below, columns)):
+        offset = builder.mul(columns, int64(pair))
+        store_vector(builder, word, pointer_at(builder, out, offset, 4, WORDS), columns)
+
+
+@emits
+def store_tokens(context, builder, c, below, columns, count, targets, rows, adds, factor):
+    """Write 32 rows of sums, rounded, to `count` tokens, or add them, by a factor, to these.
+
+    The sums are those of `_rounded`. Of each token, whose address is among `targets`, the first
+    `rows` numbers are written.
+    """
+    bits, adds = vector_of(I16, STEP), builder.icmp_unsigned("!=", adds, adds.type(0))
+    words, factors = _rounded(builder, c, below, columns), spread(builder, factor, SINGLES)
+    for t, new in enumerate(_transposed(builder, words)):
         with builder.if_then(builder.icmp_unsigned("<", int64(t), count)):
-            at = builder.add(out, builder.mul(out_stride, int64(t)))
-            to = builder.inttoptr(at, SINGLES.as_pointer())
-            with builder.if_else(is_whole) as (whole, part):
-                with whole:
-                    builder.store(row, to, align=4)
-                with part:
-                    store_vector(builder, row, to, rows)
+            at = builder.load(pointer_at(builder, targets, int64(t), 8, I64))
+            to = builder.inttoptr(at, bits.as_pointer())
+            with builder.if_else(adds) as (add, write):
+                with add:
+                    old = builder.bitcast(load_bits(builder, at, int64(0), 2, STEP, rows), WORDS)
+                    scaled = [builder.fmul(each, factors) for each in _halves(builder, new)]
+                    added = _halves(builder, _paired(builder, *scaled))
+                    sums = map(builder.fadd, _halves(builder, old), added)
+                    made = builder.bitcast(_paired(builder, *sums), bits)
+                    store_vector(builder, made, to, rows)
+                with write:
+                    store_vector(builder, builder.bitcast(new, bits), to, rows)
 
 
 @emits

@@ -15,6 +15,7 @@ the tiles in memory and run on any processor. Their results have the same bits.
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -186,7 +187,8 @@ def tile_dots(num_a: int, num_b: int) -> Any:
 
     The function reads row r at `w + r * pitch` and block b of tokens, as `pack_tokens` writes it
     with `width` tokens, at `x + b * by`: `steps` tiles each. Tile a of rows by block b,
-    [16][16] float32, is at `c + (a * num_b + b) * 1024`; unless it is `new`, products are added to
+    [16][width] float32, is at `c + (a * num_b + b) * 1024`; unless it is `new`, products are
+    added to
     what is there. Strides are bytes.
 
     With every tile of the weight it asks memory for lines from `ahead` on: `ask` quarters of as
@@ -198,7 +200,7 @@ def tile_dots(num_a: int, num_b: int) -> Any:
 
     @emits
     def multiply(
-        context, builder, w, pitch, x, by, width, steps, tail, c, new, ahead, ask, rows, room, tiles
+        context, builder, w, pitch, x, by, width, steps, tail, c, ahead, ask, rows, room, tiles
     ):
         emit = _Tiles(context, builder, room, tiles)
         blocks = [builder.add(x, builder.mul(by, int64(b))) for b in range(num_b)]
@@ -208,20 +210,16 @@ def tile_dots(num_a: int, num_b: int) -> Any:
         totals = [(n, builder.add(c, int64(TILE_BYTES * n))) for n in range(num_a * num_b)]
 
         def add_products(at_b: Any, load_rows: Any) -> None:
-            for a, rows_at in enumerate(ROWS_AT[:num_a]):
-                load_rows(a, rows_at)
-                for b, tokens_at in enumerate(TOKENS_AT[:num_b]):
-                    if a == 0:
-                        emit.load(tokens_at, builder.add(blocks[b], at_b), b_row)
-                    emit.add_products(sums[a][b], rows_at, tokens_at)
+            for n in range(max(num_a, num_b)):
+                if n < num_a:
+                    load_rows(n, ROWS_AT[n])
+                if n < num_b:
+                    emit.load(TOKENS_AT[n], builder.add(blocks[n], at_b), b_row)
+            for b, a in product(range(num_b), range(num_a)):
+                emit.add_products(sums[a][b], ROWS_AT[a], TOKENS_AT[b])
 
-        with builder.if_else(builder.icmp_unsigned("!=", new, int64(0))) as (zero, load):
-            with zero:
-                for total, _ in totals:
-                    emit.zero(total)
-            with load:
-                for total, place in totals:
-                    emit.load(total, place, int64(64))
+        for total, _ in totals:
+            emit.zero(total)
         quarter = num_a * TILE // 4
         with cgutils.for_range(builder, steps, intp=I64) as loop:
             at_a = builder.add(w, builder.mul(loop.index, int64(2 * STEP)))
@@ -252,7 +250,7 @@ def tile_dots(num_a: int, num_b: int) -> Any:
 
             add_products(builder.mul(steps, b_tile), copy_rows)
         for total, place in totals:
-            emit.store(total, place, int64(64))
+            emit.store(total, place, b_row)
 
     return multiply
 

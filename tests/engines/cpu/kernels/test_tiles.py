@@ -22,12 +22,12 @@ import torch
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.engines.cpu import team
-from lookahead_hf.engines.cpu.kernels import program
+from lookahead_hf.engines.cpu.kernels import fields, program
 from lookahead_hf.engines.cpu.kernels.program import segment_of, tile_floats
 from tests.helpers.bounds import bounds_checked
 from tests.helpers.listening import Bits, Listener, same
 from tests.helpers.models import prompt, tiny
-from tests.helpers.programs import attended, attention, linear, tree_of, workspace
+from tests.helpers.programs import attended, attention, linear, multiplying, run, tree_of, workspace
 from tests.helpers.scripted import RandomTrees, Scripted
 from tests.helpers.tiles import use_loops
 
@@ -92,6 +92,16 @@ def test_denormal_numbers_count_as_zero_and_nan_stays_in_its_token(tiles: None) 
     assert bool(out[3].isnan().all()) and not bool(out[4].isfinite().any())
     others = [0, 1, 2, *range(5, 20)]
     assert torch.equal(out[others], whole[others])
+
+
+@pytest.mark.parametrize("inner", [1, 31, 48, 70])
+def test_a_layer_reads_what_another_one_packed(tiles: None, inner: int) -> None:
+    (w, x), down = cancelling(inner, 64, 64), torch.randn(40, inner).bfloat16()
+    for width in WIDTHS:
+        between, out = torch.full((96, 96), torch.nan).bfloat16(), torch.empty(width, 40).bfloat16()
+        first = multiplying(x, w, between, MODE=fields.PACK, FLAVOUR=fields.SILU)
+        run([first, multiplying(between, down, out, PACKED=1)], x.dtype, width)
+        assert torch.equal(out, linear(linear(x[:width], w, FLAVOUR=fields.SILU), down)), width
 
 
 @pytest.mark.skipif(not HAS_AMX, reason="the processor has no tiles, or the system refuses them")
