@@ -49,9 +49,11 @@ from lookahead_hf.engines.cpu.kernels.llvm import (
 from lookahead_hf.engines.cpu.kernels.tiles import configure, release_tiles
 from lookahead_hf.ngram_pool.jit import EntryPoint, jit_inner_numbers
 
+PRODUCTS = (f.LINEAR, f.GATED)
+TOKEN_PIECES = 4  # Most pieces per thread of what is done token by token: each costs two counts
 _PATIENCE = 2_000  # Looks at a counter after which a waiting thread yields its core
 
-_SINGLE, _NOTHING = np.float32(0.0), np.float32(0.0)
+_SINGLE = np.float32(0.0)
 
 
 @jit_inner_numbers
@@ -121,23 +123,19 @@ def _multiply(op, tokens, piece, scratch, kind):
 
 
 @jit_inner_numbers
-def _num_pieces(op, tokens, lanes):
+def _num_pieces(op, job, lanes):
     kind = op[f.KIND]
-    if kind in (f.LINEAR, f.GATED):
+    if kind in PRODUCTS:
         return (op[f.OUTPUTS] + op[f.PIECE] - 1) // op[f.PIECE]
     if kind == f.ATTEND:
         return longs(op[f.PLAN])[f.NUM_SEGMENTS] * (op[f.SHARED] if lanes is None else op[f.HEADS])
-    return tokens
+    return min(job[f.TOKENS], TOKEN_PIECES * job[f.THREADS])
 
 
 @jit_inner_numbers
-def _multiplies(op):
-    return op[f.KIND] == f.LINEAR or op[f.KIND] == f.GATED
-
-
-@jit_inner_numbers
-def _carry_out(op, tokens, piece, scratch, room, after, kind, lanes, tiles):
-    if _multiplies(op):
+def _carry_out(job, op, piece, scratch, room, after, kind, lanes, tiles):
+    tokens = job[f.TOKENS]
+    if op[f.KIND] in PRODUCTS:
         if tiles is not None:
             packed = op[f.SOURCE] if is_packed(op, tokens) else room + ROOM
             multiply_by_tiles(op, tokens, piece, packed, scratch, room, after, tiles)
@@ -148,10 +146,13 @@ def _carry_out(op, tokens, piece, scratch, room, after, kind, lanes, tiles):
             attend(op, piece, scratch, kind)
         if tiles is not None:
             attend_by_tiles(op, piece, scratch, room, columns_of(tokens), tiles)
-    elif op[f.KIND] == f.NORM:
-        _normalize(op, piece, scratch, kind)
     else:
-        _turn(op, piece, scratch, kind)
+        pieces = _num_pieces(op, job, lanes)
+        for token in range(tokens * piece // pieces, tokens * (piece + 1) // pieces):
+            if op[f.KIND] == f.NORM:
+                _normalize(op, token, scratch, kind)
+            else:
+                _turn(op, token, scratch, kind)
 
 
 @jit_inner_numbers
@@ -175,7 +176,7 @@ def _phase(job, first, lanes):
     last, total = first, 0
     while True:
         op = _op(job, last)
-        total += _num_pieces(op, job[f.TOKENS], lanes)
+        total += _num_pieces(op, job, lanes)
         last += 1
         if not op[f.JOINS_NEXT]:
             return last, total
@@ -184,11 +185,11 @@ def _phase(job, first, lanes):
 @jit_inner_numbers
 def _place(job, first, piece, lanes):
     """Return the operation of a phase that a piece belongs to, and its number there."""
-    count = _num_pieces(_op(job, first), job[f.TOKENS], lanes)
+    count = _num_pieces(_op(job, first), job, lanes)
     while piece >= count:
         piece -= count
         first += 1
-        count = _num_pieces(_op(job, first), job[f.TOKENS], lanes)
+        count = _num_pieces(_op(job, first), job, lanes)
     return first, piece
 
 
@@ -197,7 +198,7 @@ def _next_weight(job, first, me, kind, lanes):
     """Return the rows that a thread multiplies first in the next phase that has products, or 0."""
     while first < job[f.NUM_OPS]:
         last, total = _phase(job, first, lanes)
-        if _multiplies(_op(job, first)):
+        if _op(job, first)[f.KIND] in PRODUCTS:
             at, piece = _place(job, first, total * me // job[f.THREADS], lanes)
             op = _op(job, at)
             return op[f.WEIGHT] + piece * op[f.PIECE] * op[f.SIZE] * width_of(kind)
@@ -231,15 +232,15 @@ def run(address, kind, lanes, tiles):
                     break
                 at, part = _place(job, first, piece, lanes)
                 op, after = _op(job, at), 0
-                if tiles is not None and _multiplies(op):
+                if tiles is not None and op[f.KIND] in PRODUCTS:
                     if op[f.SOURCE] != packed and not is_packed(op, tokens):
                         packed = op[f.SOURCE]
                         pack(packed, tokens, op[f.SIZE], room + ROOM)
                     if piece + 1 == end:
                         after = next_weight
-                    elif part + 1 == _num_pieces(op, tokens, lanes):
+                    elif part + 1 == _num_pieces(op, job, lanes):
                         after = _op(job, at + 1)[f.WEIGHT]
-                _carry_out(op, tokens, part, scratch, room, after, kind, lanes, tiles)
+                _carry_out(job, op, part, scratch, room, after, kind, lanes, tiles)
                 take(counter)
         _wait(counter, total)
         counter += (1 + threads) * f.COUNTER_STRIDE * 8

@@ -19,6 +19,7 @@ from lookahead_hf.engines.cpu.kernels import fields as f
 from lookahead_hf.engines.cpu.kernels._elementwise_numba import activate, cap_all
 from lookahead_hf.engines.cpu.kernels.llvm import float_of, longs, numbers, wide
 from lookahead_hf.engines.cpu.kernels.tile_vectors import (
+    divide,
     find_largest,
     pack_tokens,
     store_packed,
@@ -39,14 +40,11 @@ from lookahead_hf.ngram_pool.jit import jit_inner_numbers
 _SINGLE, _WORD, _HALF, _ONE = np.float32(0.0), np.int32(0), np.uint16(0), np.float32(1.0)
 
 BLOCKS = 2  # Most blocks of up to 16 tokens that rows are multiplied by at a time
-
 PAIR = 2 * f.TILE  # Rows that are multiplied at a time, while there are as many
 
+# In a thread's room, addresses of 16 results are behind a tile for tails.
 TARGETS_AT = STATE + TILE_BYTES
-"""Where addresses of 16 results are in a thread's room: behind its state and a tile for tails."""
-
-ROOM = TARGETS_AT + f.TILE * 8
-"""Bytes of a thread's room, packed tokens aside."""
+ROOM = TARGETS_AT + f.TILE * 8  # Bytes of a thread's room, packed tokens aside
 
 _1x1, _1x2, _2x1, _2x2 = (tile_dots(rows, blocks) for rows in (1, 2) for blocks in (1, 2))
 
@@ -312,27 +310,19 @@ def attend_by_tiles(op, piece, scratch, room, left, tiles):
     for b in range(blocks):
         some, targets = min(f.TILE, queries - b * f.TILE), longs(room + TARGETS_AT)
         mixed = notes + b * of_notes + NOTES
-        total, out = numbers(mixed - NOTES, _SINGLE), numbers(mixed, _SINGLE)
-        for q in range(f.TILE):
-            total[q] = _SINGLE
-            for i in range(2 * f.TILE + q, 6 * f.TILE, f.TILE):
-                total[q] += total[i]
-        for i in range(width * f.TILE):
-            out[i] /= total[i % f.TILE]
-        for q in range(some):
-            query = b * f.TILE + q
-            targets[q] = op[f.TARGET] + at + query // group * by_token + query % group * dim * 2
+        divide(mixed - NOTES, mixed, width)
         for place in range(0, dim, PAIR):
+            for q in range(some):
+                to, query = op[f.TARGET] + at + place * 2, b * f.TILE + q
+                targets[q] = to + query // group * by_token + query % group * dim * 2
             rows, c = min(PAIR, dim - place), mixed + place * 64
             store_tokens(c, TILE_BYTES, f.TILE, some, room + TARGETS_AT, rows, False, _ONE)
-            for q in range(some):
-                targets[q] += PAIR * 2
     configure(room, f.TILE, left, tiles)
 
 
 @jit_inner_numbers
 def _see(note, block, queries, group, starts, near, only):
-    """Note how many slots, `near` ones and its tail, each query of a block sees.
+    """Note how many slots each query of a block sees: `near` ones and its tail.
 
     If `only` is not negative, it is the only token that sees any.
     """

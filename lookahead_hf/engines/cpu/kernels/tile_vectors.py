@@ -35,7 +35,6 @@ from lookahead_hf.engines.cpu.kernels.tiles import STEP
 SINGLES, WORDS = vector_of(F32, TILE), vector_of(I32, TILE)
 """Vectors of 16 float32 numbers, and of their bits."""
 
-
 _UNPACKED = (1, (0, 16, 1, 17), (2, 18, 3, 19)), (2, (0, 1, 16, 17), (2, 3, 18, 19))
 """Distances of rows, and the places of their numbers within 128 bits of the one and the other."""
 
@@ -185,6 +184,17 @@ def _at(builder: Any, base: Any, row: Any, kind: Any) -> Any:
 def _is_seen(builder: Any, note: Any, row: Any) -> Any:
     at = spread(builder, builder.trunc(row, I32), WORDS)
     return builder.icmp_signed("<", at, _at(builder, note, int64(0), WORDS))
+
+
+@emits
+def divide(context, builder, note, sums, rows):
+    """Divide weighted sums, [rows][16 queries], by the sums of the weights in the queries' note."""
+    total = all_of(SINGLES, 0.0)
+    for row in range(2, 6):
+        total = builder.fadd(total, _at(builder, note, int64(row), SINGLES))
+    with cgutils.for_range(builder, rows, intp=I64) as loop:
+        place = pointer_at(builder, sums, loop.index, 64, SINGLES)
+        builder.store(builder.fdiv(builder.load(place, align=4), total), place, align=4)
 
 
 @emits
