@@ -147,12 +147,7 @@ def compare_requests(model: Any, call: RandomCall, tally: Tally) -> None:
 
 
 def speculated(
-    model: Any,
-    call: RandomCall,
-    ids: torch.Tensor,
-    turn: int,
-    cache: Any,
-    truths: list[list[int]],
+    model: Any, call: RandomCall, ids: torch.Tensor, turn: int, cache: Any, truths: list[list[int]]
 ) -> Ran:
     """Run one turn of a call with drafts; `truths` is what plain writes, per row."""
     extra: dict[str, Any] = {"speculative": configuration(call)}

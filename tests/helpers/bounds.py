@@ -86,6 +86,9 @@ def check_bounds(
     for op, field, of, _ in program.places:
         start, count = int(ops[op, field]), numbers_at(program.ops[op]).get(field, 0)
         count *= 1 if isinstance(of, int) else num_tokens
+        if field == fields.TARGET and ops[op, fields.MODE] == fields.PACK:
+            blocks = -(-num_tokens // 16)
+            count = blocks * (-(-count // num_tokens // 32) * 32 * -(-num_tokens // blocks) + 32)
         if own := memory.get(of):
             last = own.data_ptr() + own.nbytes() - count * program.dtype.itemsize
             _check(f"field {field} of operation {op}", own.data_ptr() <= start <= last)

@@ -35,7 +35,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: Any = None, **given: int
 def multiplying(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, bias: Any = None, **given: int
 ) -> dict[int, int]:
-    """The operation of `linear`, with further fields."""
+    """Return the operation of `linear`, with further fields."""
     op = {
         fields.KIND: fields.LINEAR,
         fields.SOURCE: x.data_ptr(),

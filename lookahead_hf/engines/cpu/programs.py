@@ -93,7 +93,7 @@ class Program:
             raise Unknown(f"it has weights of {tensor.dtype}, or of several types")
 
     def linear(self, module: Any, source: str, target: str, **given: Any) -> None:
-        """Add a linear layer, or a range of its outputs, `rows`, with further fields."""
+        """Add a linear layer, or a range of its outputs, `rows`; what is "active" is packed."""
         check_linear(module)
         rows = given.pop("rows", range(module.weight.shape[0]))
         addresses: dict[int, Any] = {

@@ -112,8 +112,8 @@ class Workspace:
     def _buffer(self, name: str, program: Program) -> torch.Tensor:
         key = name, program.buffers[name], program.dtype
         if key not in self._buffers:
-            rows, step = MOST_TOKENS + 32, (key[1] + 31) // 32 * 32  # also for packed tokens
-            self._buffers[key] = torch.empty(rows, step, dtype=key[2])
+            rows, size = MOST_TOKENS + MOST_TOKENS // fields.TILE, (key[1] + 31) // 32 * 32
+            self._buffers[key] = torch.empty(rows, size, dtype=key[2])  # also for packed tokens
         return self._buffers[key]
 
     def run(
@@ -137,7 +137,7 @@ class Workspace:
     def _floats(self, num_tokens: int) -> int:
         """Return the float32 numbers that a thread needs room for, attention aside."""
         piece, vector = self._piece, self._vector
-        return 2 * max(num_tokens * piece, vector) + fields.SIDE_BY_SIDE * vector + 2048
+        return 2 * max(num_tokens * piece, vector) + fields.SIDE_BY_SIDE * vector + 1024
 
     def _launch(self, layers: Sequence[CompiledLayer], num_tokens: int, floats: int) -> None:
         count = sum(len(layer.program.ops) for layer in layers)

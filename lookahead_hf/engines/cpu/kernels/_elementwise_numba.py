@@ -208,7 +208,8 @@ def _scale(context, builder, x, count, scale, weight, flavour, out, kind):
 def rotate(context, builder, source, target, cos, sin, dim, rotated, is_wide, kind):
     """Rotate the first `rotated` of `dim` numbers of a head; `target` may be `source`.
 
-    A pair has one number in each half. Float32 angles (`is_wide`) leave products unrounded.
+    A pair has one number in each half. Float32 angles (`is_wide`) leave products unrounded. If
+    nothing is rotated, no angles are read.
     """
     half = builder.lshr(rotated, int64(1))
 

@@ -50,7 +50,7 @@ from lookahead_hf.engines.cpu.kernels.tiles import configure, release_tiles
 from lookahead_hf.ngram_pool.jit import EntryPoint, jit_inner_numbers
 
 PRODUCTS = (f.LINEAR, f.GATED)
-TOKEN_PIECES = 4  # Most pieces per thread of what is done token by token: each costs two counts
+TOKEN_PIECES = 4  # Most per thread of what is done token by token: each costs two atomic additions
 _PATIENCE = 2_000  # Looks at a counter after which a waiting thread yields its core
 
 _SINGLE = np.float32(0.0)

@@ -42,7 +42,7 @@ _SINGLE, _WORD, _HALF, _ONE = np.float32(0.0), np.int32(0), np.uint16(0), np.flo
 BLOCKS = 2  # Most blocks of up to 16 tokens that rows are multiplied by at a time
 PAIR = 2 * f.TILE  # Rows that are multiplied at a time, while there are as many
 
-# In a thread's room, addresses of 16 results are behind a tile for tails.
+# In a thread's room, a tile for tails and the addresses of 16 results are behind the state.
 TARGETS_AT = STATE + TILE_BYTES
 ROOM = TARGETS_AT + f.TILE * 8  # Bytes of a thread's room, packed tokens aside
 
@@ -109,8 +109,8 @@ def _dots(w, length, x, by, blocks, columns, steps, tail, c, ahead, asks, rows, 
 def _multiply(w, rows, size, x, tokens, out, room, ahead, tiles):
     """Multiply up to PAIR rows by packed tokens, BLOCKS blocks at a time.
 
-    Their sums are [tiles of rows][blocks], and follow those of the blocks before. Meanwhile as many
-    lines as the rows have come from memory, from `ahead` on.
+    Their sums are [tiles of rows][blocks], and follow those of the blocks before. Meanwhile it
+    asks memory for as many lines as the rows have, from `ahead` on.
     """
     columns, blocks, length, asked = columns_of(tokens), blocks_of(tokens), size * 2, 0
     by = bytes_of_block(size, columns)
@@ -185,8 +185,9 @@ def _finish(op, first, rows, sums, gated, tokens, room):
 def _add_bias(sums, bias, first, rows, columns):
     if bias:
         total, b = numbers(sums, _SINGLE), numbers(bias + first * 2, _HALF)
-        for i in range(rows * columns):
-            total[i] += wide(b[i // columns])
+        for row in range(rows):
+            for i in range(row * columns, (row + 1) * columns):
+                total[i] += wide(b[row])
 
 
 MIXED = 4  # Tiles of a value that are summed side by side

@@ -52,8 +52,8 @@ import numpy as np
 NORM, LINEAR, GATED, ROTATE, ATTEND = range(5)  # Kinds of operations
 
 STORE, ADD, TO_SLOTS, PACK = range(4)
-"""Modes: write the target, add to it, write the rows of a cache that the plan names, or write it as
-tiles read it, which vectors do as they read it."""
+"""Modes: write the target, add to it, write the rows of a cache that the plan names, or write what
+the next product reads: packed by tiles, in pieces of whole steps; as STORE does by vectors."""
 
 RMS, RMS_WEIGHTED_WIDE, RMS_FROM_ONE, LAYER_NORM = range(4)
 """Norms: Llama's; OLMo's, which multiplies before it rounds; Gemma's, whose weight counts from one;

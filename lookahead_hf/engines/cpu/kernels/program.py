@@ -24,7 +24,7 @@ KINDS = {"bfloat16": np.uint16(0), "float32": np.float32(0.0), "float16": np.int
 """Dtypes that there are kernels for, each with a number of the kind that its bits are held as."""
 
 MOST_TOKENS = 512
-"""Most tokens of a block, which decides how large buffers are; 256 were slower."""
+"""Most tokens of a block, which decides how large buffers are."""
 
 
 def groups_of(dtypes: Iterable[torch.dtype]) -> list[Functions]:

@@ -1,4 +1,4 @@
-"""Vector code around products of tiles: packing, and attention's weights."""
+"""Vector code around products of tiles: packing, rounding, results, and attention's weights."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -77,7 +77,7 @@ def _paired(builder: Any, low: Any, high: Any) -> Any:
 def _rounded(builder: Any, c: Any, below: Any, columns: Any) -> list[Any]:
     """Return 32 rows of sums as words of two bfloat16 numbers, of a row and of the one below it.
 
-    A row has `columns` numbers; the 16th row is `below` bytes behind the first one.
+    A row has `columns` numbers; rows 16 to 31 are `below` bytes behind the first ones.
     """
     starts = c, builder.add(c, below)
     offsets = [builder.mul(columns, int64(row % TILE)) for row in range(STEP)]
@@ -88,7 +88,7 @@ def _rounded(builder: Any, c: Any, below: Any, columns: Any) -> list[Any]:
 
 @emits
 def store_packed(context, builder, c, below, columns, out):
-    """Write sums as `_rounded` returns them and `pack_tokens` writes tokens, and nothing behind."""
+    """Write rounded sums in the layout of `pack_tokens`, but nothing behind the last column."""
     for pair, word in enumerate(_rounded(builder, c, below, columns)):
         offset = builder.mul(columns, int64(pair))
         store_vector(builder, word, pointer_at(builder, out, offset, 4, WORDS), columns)

@@ -187,9 +187,7 @@ def tile_dots(num_a: int, num_b: int) -> Any:
 
     The function reads row r at `w + r * pitch` and block b of tokens, as `pack_tokens` writes it
     with `width` tokens, at `x + b * by`: `steps` tiles each. Tile a of rows by block b,
-    [16][width] float32, is at `c + (a * num_b + b) * 1024`; unless it is `new`, products are
-    added to
-    what is there. Strides are bytes.
+    [16][width] float32, is written to `c + (a * num_b + b) * 1024`. Strides are bytes.
 
     With every tile of the weight it asks memory for lines from `ahead` on: `ask` quarters of as
     many as the tile has. If `tail` is not 0, there is a last tile of `tail` numbers (1 to 31):

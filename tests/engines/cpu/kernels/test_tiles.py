@@ -97,11 +97,13 @@ def test_denormal_numbers_count_as_zero_and_nan_stays_in_its_token(tiles: None) 
 @pytest.mark.parametrize("inner", [1, 31, 48, 70])
 def test_a_layer_reads_what_another_one_packed(tiles: None, inner: int) -> None:
     (w, x), down = cancelling(inner, 64, 64), torch.randn(40, inner).bfloat16()
+    gate = {"KIND": fields.GATED, "FLAVOUR": fields.SILU, "WEIGHT_2": w.data_ptr()}
+    adds = {"MODE": fields.ADD, "FACTOR": fields.bits(0.22)}
     for width in WIDTHS:
-        between, out = torch.full((96, 96), torch.nan).bfloat16(), torch.empty(width, 40).bfloat16()
-        first = multiplying(x, w, between, MODE=fields.PACK, FLAVOUR=fields.SILU)
-        run([first, multiplying(between, down, out, PACKED=1)], x.dtype, width)
-        assert torch.equal(out, linear(linear(x[:width], w, FLAVOUR=fields.SILU), down)), width
+        between, out = torch.full((96, 96), torch.nan).bfloat16(), torch.ones(width, 40).bfloat16()
+        packs = multiplying(x, w, between, down, **gate, MODE=fields.PACK)
+        run([packs, multiplying(between, down, out, PACKED=1, **adds)], x.dtype, width)
+        assert torch.equal(out, linear(linear(x[:width], w, down, **gate), down, **adds)), width
 
 
 @pytest.mark.skipif(not HAS_AMX, reason="the processor has no tiles, or the system refuses them")
