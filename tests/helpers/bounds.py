@@ -14,6 +14,7 @@ import torch
 from lookahead_hf.engines.cpu import step
 from lookahead_hf.engines.cpu.descriptions import numbers_at
 from lookahead_hf.engines.cpu.kernels import fields
+from lookahead_hf.engines.cpu.kernels._tiles_numba import blocks_of, bytes_of_packed
 from lookahead_hf.engines.cpu.kernels.program import MOST_TOKENS, Plan, tile_floats, tiles_of
 from lookahead_hf.engines.cpu.programs import Program
 from lookahead_hf.engines.cpu.workspace import CompiledLayer, Workspace
@@ -87,8 +88,7 @@ def check_bounds(
         start, count = int(ops[op, field]), numbers_at(program.ops[op]).get(field, 0)
         count *= 1 if isinstance(of, int) else num_tokens
         if field == fields.TARGET and ops[op, fields.MODE] == fields.PACK:
-            blocks = -(-num_tokens // 16)
-            count = blocks * (-(-count // num_tokens // 32) * 32 * -(-num_tokens // blocks) + 32)
+            count = bytes_of_packed(num_tokens, count // num_tokens) // 2
         if own := memory.get(of):
             last = own.data_ptr() + own.nbytes() - count * program.dtype.itemsize
             _check(f"field {field} of operation {op}", own.data_ptr() <= start <= last)
@@ -103,7 +103,7 @@ def _scratch(op: np.ndarray, num_tokens: int, by_tiles: bool) -> int:
     """Return the float32 numbers that a thread writes during an operation."""
     kind = op[fields.KIND]
     if kind in (fields.LINEAR, fields.GATED):
-        numbers = -(-num_tokens // 16) * 512 if by_tiles else num_tokens * int(op[fields.PIECE])
+        numbers = blocks_of(num_tokens) * 512 if by_tiles else num_tokens * int(op[fields.PIECE])
         return numbers * (2 if kind == fields.GATED else 1)
     if kind != fields.ATTEND:
         return 2 * int(op[fields.SIZE])

@@ -209,8 +209,8 @@ def attention_places(queries, slots, dim):
     """Return the width of a result, and where a piece's parts are in scratch memory, in bytes.
 
     Behind the scores, [blocks of 16 queries][slots][16], are the queries side by side, and packed;
-    values as tiles; weights; notes and results as tiles; zeros, and addresses of
-    values behind them. The last number is where all of that ends.
+    values as tiles; weights; notes and results as tiles, and room for one that is only read; zeros,
+    and addresses of values behind them. The last number is where all of that ends.
     """
     rows, width = (slots + STEP - 1) // STEP * STEP, blocks_of(dim) * f.TILE
     blocks = blocks_of(queries)
