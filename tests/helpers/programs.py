@@ -71,7 +71,7 @@ def attention(
     """
     rows, width, heads, dim = q.shape
     out = torch.empty_like(q)
-    plan = Plan(np.zeros(rows * width, np.int64), [part], segment_of(q.dtype))
+    plan = Plan(np.zeros(rows * width, np.int64), [part], segment_of(q.dtype, rows * width))
     op = {
         fields.KIND: fields.ATTEND,
         fields.SOURCE: q.data_ptr(),

@@ -127,7 +127,7 @@ class LayerStep:
     def _run(self, layers: list[CompiledLayer], given: list[Arguments], x: torch.Tensor) -> None:
         workspace = self.workspace
         attending = SEGMENT * (self._pitch + 2 * workspace.head_dim) + 128
-        queries = segment_of(x.dtype) * workspace.group
+        queries = segment_of(x.dtype, x.numel() // x.shape[-1]) * workspace.group
         if self._span and queries:
             attending = max(attending, tile_floats(queries, self._span, workspace.head_dim))
         workspace.run(layers, given, x.numel() // x.shape[-1], attending)
@@ -173,7 +173,7 @@ class LayerStep:
         if not is_stock or (caps and function is compat.SDPA):
             return None
         mask = kwargs.get("attention_mask")
-        most = segment_of(x.dtype)
+        most = segment_of(x.dtype, x.shape[0] * x.shape[1])
         key = id(mask), id(group), most
         if key not in self._plans:
             self._plans[key] = plan_for(self._context, mask, group, x.shape[0], x.shape[1], most)

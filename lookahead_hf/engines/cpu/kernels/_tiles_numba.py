@@ -25,19 +25,20 @@ from lookahead_hf.engines.cpu.kernels.tile_vectors import (
     store_packed,
     store_tokens,
     turn,
-    weights,
+    weigh,
 )
 from lookahead_hf.engines.cpu.kernels.tiles import (
+    MIXED,
     STATE,
     STEP,
     TILE_BYTES,
     configure,
-    mix_tiles,
+    mix,
     tile_dots,
 )
 from lookahead_hf.ngram_pool.jit import jit_inner_numbers
 
-_SINGLE, _WORD, _HALF, _ONE = np.float32(0.0), np.int32(0), np.uint16(0), np.float32(1.0)
+_SINGLE, _HALF, _ONE = np.float32(0.0), np.uint16(0), np.float32(1.0)
 
 BLOCKS = 2  # Most blocks of up to 16 tokens that rows are multiplied by at a time
 PAIR = 2 * f.TILE  # Rows that are multiplied at a time, while there are as many
@@ -92,16 +93,16 @@ def pack(x, tokens, size, out):
 
 # fmt: off
 @jit_inner_numbers
-def _dots(w, length, x, by, blocks, columns, steps, tail, c, ahead, asks, rows, room, tiles):
+def _dots(w, length, x, by, blocks, columns, steps, tail, c, gap, ahead, asks, rows, room, tiles):
     if rows == PAIR:
         if blocks == 1:
-            _2x1(w, length, x, by, columns, steps, tail, c, ahead, asks, rows, room, tiles)
+            _2x1(w, length, x, by, columns, steps, tail, c, gap, ahead, asks, rows, room, tiles)
         else:
-            _2x2(w, length, x, by, columns, steps, tail, c, ahead, asks, rows, room, tiles)
+            _2x2(w, length, x, by, columns, steps, tail, c, gap, ahead, asks, rows, room, tiles)
     elif blocks == 1:
-        _1x1(w, length, x, by, columns, steps, tail, c, ahead, asks, rows, room, tiles)
+        _1x1(w, length, x, by, columns, steps, tail, c, gap, ahead, asks, rows, room, tiles)
     else:
-        _1x2(w, length, x, by, columns, steps, tail, c, ahead, asks, rows, room, tiles)
+        _1x2(w, length, x, by, columns, steps, tail, c, gap, ahead, asks, rows, room, tiles)
 # fmt: on
 
 
@@ -109,8 +110,8 @@ def _dots(w, length, x, by, blocks, columns, steps, tail, c, ahead, asks, rows, 
 def _multiply(w, rows, size, x, tokens, out, room, ahead, tiles):
     """Multiply up to PAIR rows by packed tokens, BLOCKS blocks at a time.
 
-    Their sums are [tiles of rows][blocks], and follow those of the blocks before. Meanwhile it
-    asks memory for as many lines as the rows have, from `ahead` on.
+    Their sums are tiles, [blocks][2 tiles of rows]. Meanwhile it asks memory for as many lines as
+    the rows have, from `ahead` on.
     """
     columns, blocks, length, asked = columns_of(tokens), blocks_of(tokens), size * 2, 0
     by = bytes_of_block(size, columns)
@@ -122,13 +123,13 @@ def _multiply(w, rows, size, x, tokens, out, room, ahead, tiles):
             if height < f.TILE:
                 configure(room, height, columns, tiles)
             _dots(
-                at, length, x + block * by, by, some, columns, size // STEP, size % STEP, c, ahead,
-                asks, height, room, tiles,
+                at, length, x + block * by, by, some, columns, size // STEP, size % STEP, c,
+                2 * TILE_BYTES, ahead, asks, height, room, tiles,
             )  # fmt: skip
             if height < f.TILE:
                 configure(room, f.TILE, columns, tiles)
             ahead += height * length * asks // 4
-            c += some * TILE_BYTES
+            c += TILE_BYTES
         asked += asks
 
 
@@ -158,10 +159,9 @@ def _finish(op, first, rows, sums, gated, tokens, room):
     columns, blocks, mode = columns_of(tokens), blocks_of(tokens), op[f.MODE]
     targets, stride, of_tile = room + TARGETS_AT, op[f.OUTPUTS], f.TILE * columns
     for block in range(blocks):
-        start, token = block // BLOCKS * BLOCKS, block * columns
-        below, c = min(BLOCKS, blocks - start) * TILE_BYTES, sums + (start + block) * TILE_BYTES
+        token, c = block * columns, sums + block * 2 * TILE_BYTES
         for row in range(0, rows, f.TILE):
-            height, at = min(f.TILE, rows - row), c + row // f.TILE * below
+            height, at = min(f.TILE, rows - row), c + row // f.TILE * TILE_BYTES
             _add_bias(at, op[f.BIAS], first + row, height, columns)
             if gated:
                 _add_bias(at + gated, op[f.BIAS_2], first + row, height, columns)
@@ -170,15 +170,15 @@ def _finish(op, first, rows, sums, gated, tokens, room):
                 activate(at, by, height * columns, op[f.FLAVOUR], _HALF)
         if mode == f.PACK:
             for i in range(rows * columns, PAIR * columns):
-                numbers(c + i // of_tile * below, _SINGLE)[i % of_tile] = _SINGLE
+                numbers(c + i // of_tile * TILE_BYTES, _SINGLE)[i % of_tile] = _SINGLE
             to = op[f.TARGET] + block * bytes_of_block(stride, columns)
-            store_packed(c, below, columns, to + first // STEP * of_tile * 4)
+            store_packed(c, columns, to + first // STEP * of_tile * 4)
         else:
             count, adds = min(columns, tokens - token), mode == f.ADD
             for t in range(token, token + count):
                 to = longs(longs(op[f.PLAN])[f.SLOTS])[t] if mode == f.TO_SLOTS else t
                 longs(targets)[t - token] = op[f.TARGET] + (to * stride + first) * 2
-            store_tokens(c, below, columns, count, targets, rows, adds, float_of(op[f.FACTOR]))
+            store_tokens(c, columns, count, targets, rows, adds, float_of(op[f.FACTOR]))
 
 
 @jit_inner_numbers
@@ -190,18 +190,11 @@ def _add_bias(sums, bias, first, rows, columns):
                 total[i] += wide(b[row])
 
 
-MIXED = 4  # Tiles of a value that are summed side by side
-
-_mix_all, _mix_one = mix_tiles(MIXED), mix_tiles(1)
-FEW = 4  # Queries up to which vectors have scores of several slots
-
-_weigh, _weigh_few, _weigh_seen = weights(), weights(queries=FEW), weights(is_partial=True)
-
-SLOTS = 128  # Slots whose values and weights stay in a core's first cache
+_INFINITE = np.float32(np.inf)
 
 NOTES = 384
-"""Bytes of what is known of 16 queries, beside their results: how many slots each sees behind the
-whole tiles of common ones (int32), the largest scores, and sums of weights, four of each query."""
+"""Bytes of what is known of 16 queries, beside their results: the largest scores for one token's
+queries, those for all, and sums of weights, four of each query."""
 
 
 @register_jitable
@@ -209,17 +202,17 @@ def attention_places(queries, slots, dim):
     """Return the width of a result, and where a piece's parts are in scratch memory, in bytes.
 
     Behind the scores, [blocks of 16 queries][slots][16], are the queries side by side, and packed;
-    values as tiles; weights; notes and results as tiles, and room for one that is only read; zeros,
-    and addresses of values behind them. The last number is where all of that ends.
+    values as tiles; weights; notes and results as whole tiles, as many as are mixed at a time;
+    zeros, and addresses of values behind them. The last number is where all of that ends.
     """
-    rows, width = (slots + STEP - 1) // STEP * STEP, blocks_of(dim) * f.TILE
-    blocks = blocks_of(queries)
+    rows, width = (slots + STEP - 1) // STEP * STEP, MIXED * f.TILE
+    width, blocks = (dim + width - 1) // width * width, blocks_of(queries)
     copied = blocks * rows * 64
     packed = copied + (queries * dim * 2 + 63) // 64 * 64
-    turned = packed + bytes_of_block(dim, f.TILE)
+    turned = packed + blocks * bytes_of_block(dim, f.TILE)
     split = turned + rows * width * 2
     notes = split + rows * 64
-    zeros = notes + blocks * (NOTES + width * 64) + TILE_BYTES
+    zeros = notes + blocks * (NOTES + width * 64)
     return width, copied, packed, turned, split, notes, zeros, zeros + width * 2 + rows * 8
 
 
@@ -263,51 +256,53 @@ def attend_by_tiles(op, piece, scratch, room, left, tiles):
     for i in range(dim):
         numbers(zeros, _HALF)[i] = _HALF
     configure(room, f.TILE, f.TILE, tiles)
-    factor, listed = np.float32(0.0), longs(zeros + width * 2)
+    listed = longs(zeros + width * 2)
     for b in range(blocks):
-        some, note, first = min(f.TILE, queries - b * f.TILE), notes + b * of_notes, b * rows * 64
-        pack_tokens(copied + b * f.TILE * dim * 2, dim * 2, some, f.TILE, dim, packed)
-        _score(keys, stride, slots, dim, packed, scratch + first, room, tiles)
-        score, known = numbers(scratch + first, _SINGLE), numbers(note, _SINGLE)
+        some, to = min(f.TILE, queries - b * f.TILE), packed + b * bytes_of_block(dim, f.TILE)
+        pack_tokens(copied + b * f.TILE * dim * 2, dim * 2, some, f.TILE, dim, to)
+    _score(keys, stride, slots, dim, packed, blocks, scratch, rows * 64, room, tiles)
+    cap, scale = float_of(op[f.EPSILON]), float_of(op[f.FACTOR])
+    factor = cap_all(scratch, blocks * rows * f.TILE, scale, cap)
+    for query in range(queries):
+        b, q, t = query // f.TILE, query % f.TILE, query // group
+        score, end = numbers(scratch + b * rows * 64, _SINGLE), common + starts[t + 1] - starts[t]
+        if not is_chain:
+            for i in range(common, end):
+                slot = tails[starts[t] + i - common] - begin
+                score[i * f.TILE + q] = score[slot * f.TILE + q]
+        for i in range(end, rows):
+            score[i * f.TILE + q] = -_INFINITE
+    for b in range(blocks):
+        known = numbers(notes + b * of_notes, _SINGLE)
         for i in range(of_notes // 4):
             known[i] = _SINGLE
-        for q in range(some):
-            tail = starts[(b * f.TILE + q) // group]
-            for i in range(0 if is_chain else starts[(b * f.TILE + q) // group + 1] - tail):
-                slot = tails[tail + i] - begin
-                score[(common + i) * f.TILE + q] = score[slot * f.TILE + q]
-        factor = cap_all(
-            scratch + first, rows * f.TILE, float_of(op[f.FACTOR]), float_of(op[f.EPSILON])
-        )
-        _see(note, b, queries, group, starts, common - whole, -1)
-        find_largest(scratch + first, whole, rows, note)
-    groups = (whole + SLOTS - 1) // SLOTS
-    for part in range(groups + (1 if is_chain else count)):
-        t, start = part - groups, min(part * SLOTS, whole)
-        near, length = min(SLOTS, whole - start), min(SLOTS, whole - start)
-        if part >= groups:
-            t, near = longest if is_chain else t, common - whole
+        find_largest(scratch + b * rows * 64, rows, notes + b * of_notes + 64)
+    for part in range(-1 if whole else 0, 1 if is_chain else count):
+        t, start, near, length = longest if is_chain else part, 0, whole, whole
+        of_one, first, last = part >= 0 and not is_chain, 0, blocks
+        if part >= 0:
+            start, near = whole, common - whole
             length = near + starts[t + 1] - starts[t]
+        if of_one:
+            first, last = t * group // f.TILE, blocks_of((t + 1) * group)
         some = (length + STEP - 1) // STEP * STEP
         for i in range(some):
             listed[i] = zeros
             if i < length:
                 slot = start + i if i < near else tails[starts[t] + i - near] - begin
                 listed[i] = values + slot * stride
-        turn(zeros + width * 2, some, dim, turned)
-        for b in range(blocks):
-            score, note = scratch + (b * rows + start) * 64, notes + b * of_notes
-            is_left = b * f.TILE < (t + 1) * group and t * group < (b + 1) * f.TILE
-            if part < groups and queries > FEW:
-                _weigh(score, some, note, factor, split)
-            elif part < groups:
-                _weigh_few(score, some, note, factor, split)
-            elif is_chain or is_left:
-                if not is_chain:
-                    _see(note, b, queries, group, starts, near, t)
-                _weigh_seen(score, some, note, factor, split)
-            if part < groups or is_chain or is_left:
-                _mix(split, turned, width, some, note + NOTES, room, tiles)
+        turn(zeros + width * 2, some, dim, width * 64, turned)
+        chunks, by = some // STEP, width * 64
+        for b in range(first, last):
+            note, score = notes + b * of_notes, scratch + (b * rows + start) * 64
+            most, totals, to = note + 64, note + 128, note + NOTES
+            if of_one:
+                most, known, q = note, numbers(note, _SINGLE), t * group - b * f.TILE
+                for i in range(f.TILE):
+                    known[i] = known[f.TILE + i] if q <= i < q + group else _INFINITE
+            weigh(score, chunks, most, totals, factor, split, turned, by, to, room, tiles)
+            for place in range(MIXED * f.TILE, width, MIXED * f.TILE):
+                mix(split, turned + place * 64, by, chunks, to + place * 64, room, tiles)
     for b in range(blocks):
         some, targets = min(f.TILE, queries - b * f.TILE), longs(room + TARGETS_AT)
         mixed = notes + b * of_notes + NOTES
@@ -317,48 +312,23 @@ def attend_by_tiles(op, piece, scratch, room, left, tiles):
                 to, query = op[f.TARGET] + at + place * 2, b * f.TILE + q
                 targets[q] = to + query // group * by_token + query % group * dim * 2
             rows, c = min(PAIR, dim - place), mixed + place * 64
-            store_tokens(c, TILE_BYTES, f.TILE, some, room + TARGETS_AT, rows, False, _ONE)
+            store_tokens(c, f.TILE, some, room + TARGETS_AT, rows, False, _ONE)
     configure(room, f.TILE, left, tiles)
 
 
 @jit_inner_numbers
-def _see(note, block, queries, group, starts, near, only):
-    """Note how many slots each query of a block sees: `near` ones and its tail.
-
-    If `only` is not negative, it is the only token that sees any.
-    """
-    ends = numbers(note, _WORD)
-    for q in range(f.TILE):
-        t = (block * f.TILE + q) // group
-        ends[q] = _WORD
-        if block * f.TILE + q < queries and (only < 0 or only == t):
-            ends[q] = np.int32(near + starts[t + 1] - starts[t])
-
-
-@jit_inner_numbers
-def _score(keys, stride, slots, dim, packed, out, room, tiles):
-    """Write the scores of 16 queries for some slots, [slots][16]."""
-    slot, steps, tail = 0, dim // STEP, dim % STEP
+def _score(keys, stride, slots, dim, packed, blocks, out, gap, room, tiles):
+    """Write the scores of blocks of 16 queries for some slots, [slots][16] each."""
+    slot, steps, tail, by = 0, dim // STEP, dim % STEP, bytes_of_block(dim, f.TILE)
     while slot < slots:
         height = PAIR if slots - slot >= PAIR else min(f.TILE, slots - slot)
         if height < f.TILE:
             configure(room, height, f.TILE, tiles)
-        key, to = keys + slot * stride, out + slot * 64
-        _dots(key, stride, packed, 0, 1, f.TILE, steps, tail, to, 0, 0, height, room, tiles)
+        for b in range(0, blocks, BLOCKS):
+            _dots(
+                keys + slot * stride, stride, packed + b * by, by, min(BLOCKS, blocks - b), f.TILE,
+                steps, tail, out + b * gap + slot * 64, gap, 0, 0, height, room, tiles,
+            )  # fmt: skip
         slot += height
         if height < f.TILE:
             configure(room, f.TILE, f.TILE, tiles)
-
-
-@jit_inner_numbers
-def _mix(weights, values, width, slots, out, room, tiles):
-    """Add weighted values to tiles, [width / 16] of [16 numbers][16 queries]."""
-    place, by = 0, width * 64
-    while place < width:
-        v, to = values + place * 64, out + place * 64
-        if place + MIXED * f.TILE <= width:
-            _mix_all(weights, v, by, slots // STEP, to, room, tiles)
-            place += MIXED * f.TILE
-        else:
-            _mix_one(weights, v, by, slots // STEP, to, room, tiles)
-            place += f.TILE

@@ -207,28 +207,37 @@ def all_of(kind: Any, number: float) -> Any:
 
 
 def exp_of(builder: Any, x: Any) -> Any:
-    """Return e**x of a vector within two units of the last place; x counts as -87 to 88."""
-    words = vector_of(I32, x.type.count)
-
-    def number(value: float) -> Any:
-        return all_of(x.type, value)
-
+    """Return e**x of a vector within three units of the last place; x counts as -87 to 88."""
     for sign, limit in (("<", -87.0), (">", 88.0)):
-        is_beyond = builder.fcmp_ordered(sign, x, number(limit))
-        x = builder.select(is_beyond, number(limit), x)
-    magic = number(12582912.0)  # its last bits become those of the whole number that is added
-    t = fma(builder, x, number(1.44269504), magic)
-    n = builder.fsub(t, magic)
-    r = fma(builder, n, number(-0.693359375), x)
-    r = fma(builder, n, number(2.12194440e-4), r)
-    p = number(1.9875691500e-4)
-    terms = (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
-    for term in terms:
-        p = fma(builder, p, r, number(term))
-    p = fma(builder, builder.fmul(p, r), r, builder.fadd(r, number(1.0)))
+        is_beyond = builder.fcmp_ordered(sign, x, all_of(x.type, limit))
+        x = builder.select(is_beyond, all_of(x.type, limit), x)
+    log = all_of(x.type, LOG2_E)
+    t = fma(builder, x, log, all_of(x.type, _MAGIC))
+    rest = fma(builder, x, log, builder.fsub(all_of(x.type, _MAGIC), t))
+    rest = fma(builder, x, all_of(x.type, 1.92596299e-8), rest)  # what LOG2_E lacks
+    return _power_of_two(builder, t, rest)
+
+
+def exp2_of(builder: Any, x: Any) -> Any:
+    """Return 2**x of a vector of numbers up to 127, and 0 for -127 and less."""
+    least = all_of(x.type, -127.0)
+    x = builder.select(builder.fcmp_ordered("<", x, least), least, x)
+    t = builder.fadd(x, all_of(x.type, _MAGIC))
+    return _power_of_two(builder, t, builder.fadd(x, builder.fsub(all_of(x.type, _MAGIC), t)))
+
+
+LOG2_E = 1.44269502  # float32
+
+_MAGIC = 12582912.0  # The last bits of a sum with it are those of the nearest whole number
+
+
+def _power_of_two(builder: Any, t: Any, rest: Any) -> Any:
+    """Return 2**(n + rest) of the whole number n in the sum t, and a rest of up to a half."""
+    words, p = vector_of(I32, t.type.count), all_of(t.type, 1.326472725e-3)
+    for term in (9.671512786e-3, 5.550733744e-2, 0.2402224208, 0.6931469776, 1.0):
+        p = fma(builder, p, rest, all_of(t.type, term))
     exponent = builder.shl(builder.bitcast(t, words), all_of(words, 23))
-    power = builder.add(exponent, all_of(words, 127 << 23))
-    return builder.fmul(p, builder.bitcast(power, x.type))
+    return builder.bitcast(builder.add(builder.bitcast(p, words), exponent), t.type)
 
 
 def tanh_of(builder: Any, x: Any) -> Any:

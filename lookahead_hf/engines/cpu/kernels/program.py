@@ -26,6 +26,8 @@ KINDS = {"bfloat16": np.uint16(0), "float32": np.float32(0.0), "float16": np.int
 MOST_TOKENS = 512
 """Most tokens of a block, which decides how large buffers are."""
 
+MANY = 128  # Tokens from which segments are as large as it pays; fewer have to do for all threads
+
 
 def groups_of(dtypes: Iterable[torch.dtype]) -> list[Functions]:
     """Return the groups of functions that serve layers of some dtypes, in the order of need."""
@@ -59,9 +61,11 @@ def tiles_of(dtype: torch.dtype) -> str:
     return ""
 
 
-def segment_of(dtype: torch.dtype) -> int:
-    """Return the most tokens of a segment in the plans of layers of a dtype."""
-    return fields.TILE if tiles_of(dtype) else fields.SIDE_BY_SIDE
+def segment_of(dtype: torch.dtype, tokens: int) -> int:
+    """Return the most tokens of a segment in the plans of a block for layers of a dtype."""
+    if not tiles_of(dtype):
+        return fields.SIDE_BY_SIDE
+    return fields.TILE if tokens < MANY else 2 * fields.TILE
 
 
 def is_ready(dtype: torch.dtype) -> bool:

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from functools import partial, reduce
 from typing import Any
 
 from numba.core import cgutils
@@ -17,9 +17,11 @@ from lookahead_hf.engines.cpu.kernels.llvm import (
     I16,
     I32,
     I64,
+    LOG2_E,
     all_of,
     emits,
-    exp_of,
+    exp2_of,
+    fma,
     in_pieces,
     int64,
     load_bits,
@@ -30,7 +32,7 @@ from lookahead_hf.engines.cpu.kernels.llvm import (
     store_vector,
     vector_of,
 )
-from lookahead_hf.engines.cpu.kernels.tiles import STEP
+from lookahead_hf.engines.cpu.kernels.tiles import STEP, TILE_BYTES, Tiles, mixing
 
 SINGLES, WORDS = vector_of(F32, TILE), vector_of(I32, TILE)
 """Vectors of 16 float32 numbers, and of their bits."""
@@ -74,12 +76,12 @@ def _paired(builder: Any, low: Any, high: Any) -> Any:
     return builder.or_(low, builder.shl(high, all_of(WORDS, 16)))
 
 
-def _rounded(builder: Any, c: Any, below: Any, columns: Any) -> list[Any]:
-    """Return 32 rows of sums as words of two bfloat16 numbers, of a row and of the one below it.
+def _rounded(builder: Any, c: Any, columns: Any) -> list[Any]:
+    """Return two tiles of sums as words of two bfloat16 numbers, of a row and of the one below it.
 
-    A row has `columns` numbers; rows 16 to 31 are `below` bytes behind the first ones.
+    A row has `columns` numbers.
     """
-    starts = c, builder.add(c, below)
+    starts = c, builder.add(c, int64(TILE_BYTES))
     offsets = [builder.mul(columns, int64(row % TILE)) for row in range(STEP)]
     at = [pointer_at(builder, starts[i // TILE], by, 4, SINGLES) for i, by in enumerate(offsets)]
     rows = [builder.load(place, align=4) for place in at]
@@ -87,22 +89,22 @@ def _rounded(builder: Any, c: Any, below: Any, columns: Any) -> list[Any]:
 
 
 @emits
-def store_packed(context, builder, c, below, columns, out):
+def store_packed(context, builder, c, columns, out):
     """Write rounded sums in the layout of `pack_tokens`, but nothing behind the last column."""
-    for pair, word in enumerate(_rounded(builder, c, below, columns)):
+    for pair, word in enumerate(_rounded(builder, c, columns)):
         offset = builder.mul(columns, int64(pair))
         store_vector(builder, word, pointer_at(builder, out, offset, 4, WORDS), columns)
 
 
 @emits
-def store_tokens(context, builder, c, below, columns, count, targets, rows, adds, factor):
+def store_tokens(context, builder, c, columns, count, targets, rows, adds, factor):
     """Write 32 rows of sums, rounded, to `count` tokens, or add them, by a factor, to these.
 
     The sums are those of `_rounded`. Of each token, whose address is among `targets`, the first
     `rows` numbers are written.
     """
     bits, adds = vector_of(I16, STEP), builder.icmp_unsigned("!=", adds, adds.type(0))
-    words, factors = _rounded(builder, c, below, columns), spread(builder, factor, SINGLES)
+    words, factors = _rounded(builder, c, columns), spread(builder, factor, SINGLES)
     for t, new in enumerate(_transposed(builder, words)):
         with builder.if_then(builder.icmp_unsigned("<", int64(t), count)):
             at = builder.load(pointer_at(builder, targets, int64(t), 8, I64))
@@ -148,13 +150,12 @@ def pack_tokens(context, builder, x, x_stride, count, columns, size, out):
 
 
 @emits
-def turn(context, builder, rows, slots, dim, out):
+def turn(context, builder, rows, slots, dim, by, out):
     """Write values as tiles of 32 slots, [slots / 32][ceil(dim / 16)][16 numbers][32].
 
     `rows` are the addresses of the slots' values, [slots] int64. There are zeros behind the last
-    number of a slot.
+    number of a slot. Tiles of the next 32 slots are `by` bytes behind.
     """
-    width = builder.udiv(builder.add(dim, int64(TILE - 1)), int64(TILE))
     chunks = builder.udiv(slots, int64(STEP))
     with cgutils.for_range(builder, chunks, intp=I64) as chunk:
         places = [builder.add(builder.mul(chunk.index, int64(STEP)), int64(i)) for i in range(STEP)]
@@ -169,9 +170,9 @@ def turn(context, builder, rows, slots, dim, out):
                 builder.or_(a, builder.shl(b, all_of(WORDS, 16)))
                 for a, b in zip(found[::2], found[1::2], strict=True)
             ]
-            first = builder.mul(builder.add(builder.mul(chunk.index, width), tile), int64(TILE))
+            first = builder.add(out, builder.mul(chunk.index, by))
             for k, row in enumerate(_transposed(builder, pairs)):
-                to = pointer_at(builder, out, builder.add(first, int64(k)), 64, WORDS)
+                to = pointer_at(builder, first, builder.add(at, int64(k)), 64, WORDS)
                 builder.store(row, to, align=4)
 
         in_pieces(builder, dim, TILE, write)
@@ -181,96 +182,80 @@ def _at(builder: Any, base: Any, row: Any, kind: Any) -> Any:
     return builder.load(pointer_at(builder, base, row, 64, kind), align=4)
 
 
-def _is_seen(builder: Any, note: Any, row: Any) -> Any:
-    at = spread(builder, builder.trunc(row, I32), WORDS)
-    return builder.icmp_signed("<", at, _at(builder, note, int64(0), WORDS))
-
-
 @emits
 def divide(context, builder, note, sums, rows):
     """Divide weighted sums, [rows][16 queries], by the sums of the weights in the queries' note."""
     total = all_of(SINGLES, 0.0)
     for row in range(2, 6):
         total = builder.fadd(total, _at(builder, note, int64(row), SINGLES))
+    share = builder.fdiv(all_of(SINGLES, 1.0), total)
     with cgutils.for_range(builder, rows, intp=I64) as loop:
         place = pointer_at(builder, sums, loop.index, 64, SINGLES)
-        builder.store(builder.fdiv(builder.load(place, align=4), total), place, align=4)
+        builder.store(builder.fmul(builder.load(place, align=4), share), place, align=4)
 
 
 @emits
-def find_largest(context, builder, scores, whole, rows, note):
-    """Note the largest scores of 16 queries, which all see `whole` rows; see `weights`."""
-    found = cgutils.alloca_once_value(builder, all_of(SINGLES, float("-inf")))
-    with cgutils.for_range(builder, rows, intp=I64) as loop:
-        before = builder.load(found)
-        after = larger(builder, before, _at(builder, scores, loop.index, SINGLES))
-        is_seen = _is_seen(builder, note, builder.sub(loop.index, whole))
-        builder.store(builder.select(is_seen, after, before), found)
-    to = pointer_at(builder, note, int64(1), 64, SINGLES)
-    builder.store(builder.load(found), to, align=4)
+def find_largest(context, builder, scores, rows, out):
+    """Write the largest scores of 16 queries; `rows` is a multiple of 4."""
+    found = [cgutils.alloca_once_value(builder, all_of(SINGLES, float("-inf"))) for _ in range(4)]
+    with cgutils.for_range(builder, builder.lshr(rows, int64(2)), intp=I64) as loop:
+        for i, each in enumerate(found):
+            row = builder.add(builder.shl(loop.index, int64(2)), int64(i))
+            after = larger(builder, builder.load(each), _at(builder, scores, row, SINGLES))
+            builder.store(after, each)
+    most = reduce(partial(larger, builder), map(builder.load, found))
+    builder.store(most, builder.inttoptr(out, SINGLES.as_pointer()), align=4)
 
 
-def weights(is_partial: bool = False, queries: int = TILE) -> Any:
-    """Make a function that turns scores, [rows][16 queries], into weights, not normalised.
+_LATER = 3  # Turns between 16 rows of weights and a product by them: 2 at least; 3 waits for less
 
-    Weights are two bfloat16 numbers each, [rows / 32][2 parts][16 pairs of rows][16][2]. A note has
-    16 numbers each: how many rows a query sees, which counts where scores are `is_partial`; the
-    largest scores; and four sums, to each of which every fourth row is added. Only the first
-    `queries` of the columns count, 4 or all.
+
+@emits
+def weigh(
+    context, builder, scores, chunks, most, totals, scale, weights, values, by, out, room, tiles
+):
+    """Turn scores, [32 chunks][16 queries], into weights, and add values by them.
+
+    Weights are not normalised, and two bfloat16 numbers each, [chunks][2 parts][16 pairs of
+    rows][16][2]. `most` are the queries' largest scores; a query with infinity has weights of 0. To
+    each of four `totals`, [4][16], every fourth row is added. While vectors make rows of weights,
+    tiles add values by rows before; see `mixing`.
     """
-    at_once = TILE // queries  # rows of a vector
+    upper, parts = all_of(WORDS, 0xFFFF0000), builder.shl(chunks, int64(1))
+    factors = builder.fmul(spread(builder, scale, SINGLES), all_of(SINGLES, LOG2_E))
+    most = builder.fneg(builder.fmul(_at(builder, most, int64(0), SINGLES), factors))
+    places = [pointer_at(builder, totals, int64(row), 64, SINGLES) for row in range(4)]
+    sums = [cgutils.alloca_once_value(builder, builder.load(each, align=4)) for each in places]
 
-    def load(builder: Any, base: Any, row: Any) -> Any:
-        parts = []
-        for i in range(at_once):
-            at = builder.add(row, int64(i))
-            parts.append(_at(builder, base, at, vector_of(F32, queries)))
-        while len(parts) > 1:
-            places = list(range(2 * parts[0].type.count))
-            pairs = zip(parts[::2], parts[1::2], strict=True)
-            parts = [shuffle(builder, a, b, places) for a, b in pairs]
-        return parts[0]
+    def weigh_rows(first: Any) -> None:
+        made = list[Any]()
+        for row, total in enumerate(sums):
+            score = _at(builder, scores, builder.add(first, int64(row)), SINGLES)
+            weight = exp2_of(builder, fma(builder, score, factors, most))
+            builder.store(builder.fadd(builder.load(total), weight), total)
+            high = builder.and_(builder.bitcast(weight, WORDS), upper)
+            low = builder.fsub(weight, builder.bitcast(high, SINGLES))
+            made.append((high, builder.and_(builder.bitcast(low, WORDS), upper)))
+        pair = builder.and_(builder.lshr(first, int64(1)), int64(TILE - 1))
+        tile = builder.sub(first, pair)
+        for i, (even, odd) in enumerate(zip(made[::2], made[1::2], strict=True)):
+            for number, (a, b) in enumerate(zip(even, odd, strict=True)):
+                both = builder.or_(builder.lshr(a, all_of(WORDS, 16)), b)
+                row = builder.add(tile, int64(number * TILE + i))
+                builder.store(both, pointer_at(builder, weights, row, 64, WORDS), align=4)
 
-    def rows_of(builder: Any, vectors: Iterable[Any]) -> list[Any]:
-        places = [list(range(start, start + queries)) for start in range(0, TILE, queries)]
-        return [shuffle(builder, each, each, part) for each in vectors for part in places]
-
-    def store(builder: Any, numbers: Any, base: Any, row: Any) -> None:
-        builder.store(numbers, pointer_at(builder, base, row, 64, numbers.type), align=4)
-
-    @emits
-    def weigh(context, builder, scores, rows, note, factor, weights):
-        totals = builder.add(note, int64(128))
-        factors, upper = spread(builder, factor, SINGLES), all_of(WORDS, 0xFFFF0000)
-        most = _at(builder, note, int64(1), SINGLES)
-        most = shuffle(builder, most, most, [i % queries for i in range(TILE)])
-        most = builder.fmul(most, factors)
-        sums = [
-            cgutils.alloca_once_value(builder, load(builder, totals, int64(row)))
-            for row in range(0, 4, at_once)
-        ]
-        with cgutils.for_range(builder, builder.lshr(rows, int64(2)), intp=I64) as loop:
-            first, parts = builder.shl(loop.index, int64(2)), list[Any]()
-            for i, total in enumerate(sums):
-                row = builder.add(first, int64(i * at_once))
-                x = builder.fsub(builder.fmul(load(builder, scores, row), factors), most)
-                weight = exp_of(builder, x)
-                if is_partial:
-                    is_seen = _is_seen(builder, note, row)
-                    weight = builder.select(is_seen, weight, all_of(SINGLES, 0.0))
-                builder.store(builder.fadd(builder.load(total), weight), total)
-                high = builder.and_(builder.bitcast(weight, WORDS), upper)
-                low = builder.fsub(weight, builder.bitcast(high, SINGLES))
-                low = builder.and_(builder.bitcast(low, WORDS), upper)
-                parts.append((high, low))
-            pair = builder.and_(builder.shl(loop.index, int64(1)), int64(TILE - 1))
-            tile = builder.sub(first, pair)
-            for number, part in enumerate(zip(*parts, strict=True)):
-                split = rows_of(builder, part)
-                for i, (even, odd) in enumerate(zip(split[::2], split[1::2], strict=True)):
-                    both = builder.or_(builder.lshr(even, all_of(even.type, 16)), odd)
-                    store(builder, both, weights, builder.add(tile, int64(number * TILE + i)))
-        for row, numbers in enumerate(rows_of(builder, map(builder.load, sums))):
-            store(builder, numbers, totals, int64(row))
-
-    return weigh
+    emit, turns = Tiles(context, builder, room, tiles), builder.add(parts, int64(_LATER))
+    with (
+        mixing(builder, emit, weights, values, by, out) as add,
+        cgutils.for_range(builder, turns, intp=I64) as loop,
+    ):
+        with builder.if_then(builder.icmp_unsigned(">=", loop.index, int64(_LATER))):
+            add(builder.sub(loop.index, int64(_LATER)))
+        with (
+            builder.if_then(builder.icmp_unsigned("<", loop.index, parts)),
+            cgutils.for_range(builder, int64(4), intp=I64) as inner,
+        ):
+            row = builder.add(builder.shl(loop.index, int64(2)), inner.index)
+            weigh_rows(builder.shl(row, int64(2)))
+    for place, total in zip(places, sums, strict=True):
+        builder.store(builder.load(total), place, align=4)

@@ -15,6 +15,8 @@ the tiles in memory and run on any processor. Their results have the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
@@ -58,7 +60,7 @@ _SINGLE, _HALF, _BYTE = np.float32(0.0), np.uint16(0), np.uint8(0)
 _ONE = np.float32(1.0)
 
 
-class _Tiles:
+class Tiles:
     """Emits the instructions on the tiles of the thread whose room is at `room`."""
 
     def __init__(self, context: Any, builder: Any, room: Any, tiles: Any) -> None:
@@ -162,7 +164,7 @@ def _add_products(room, total, a, b):
 @emits
 def release_tiles(context, builder, room, tiles):
     """Return the tiles to their first state, so that Linux need not save 8 KB for the thread."""
-    _Tiles(context, builder, room, tiles).release()
+    Tiles(context, builder, room, tiles).release()
 
 
 @emits
@@ -179,7 +181,7 @@ def configure(context, builder, room, rows, columns, tiles):
         words[6] = builder.or_(words[6], builder.shl(height, int64(8 * tile)))
     for i, word in enumerate(words):
         builder.store(word, pointer_at(builder, room, int64(i), 8, I64), align=1)
-    _Tiles(context, builder, room, tiles).configure()
+    Tiles(context, builder, room, tiles).configure()
 
 
 def tile_dots(num_a: int, num_b: int) -> Any:
@@ -187,7 +189,7 @@ def tile_dots(num_a: int, num_b: int) -> Any:
 
     The function reads row r at `w + r * pitch` and block b of tokens, as `pack_tokens` writes it
     with `width` tokens, at `x + b * by`: `steps` tiles each. Tile a of rows by block b,
-    [16][width] float32, is written to `c + (a * num_b + b) * 1024`. Strides are bytes.
+    [16][width] float32, is written to `c + b * gap + a * 1024`. Strides are bytes.
 
     With every tile of the weight it asks memory for lines from `ahead` on: `ask` quarters of as
     many as the tile has. If `tail` is not 0, there is a last tile of `tail` numbers (1 to 31):
@@ -198,14 +200,14 @@ def tile_dots(num_a: int, num_b: int) -> Any:
 
     @emits
     def multiply(
-        context, builder, w, pitch, x, by, width, steps, tail, c, ahead, ask, rows, room, tiles
+        context, builder, w, pitch, x, by, width, steps, tail, c, gap, ahead, ask, rows, room, tiles
     ):
-        emit = _Tiles(context, builder, room, tiles)
+        emit = Tiles(context, builder, room, tiles)
         blocks = [builder.add(x, builder.mul(by, int64(b))) for b in range(num_b)]
         heights = [builder.mul(pitch, int64(TILE * a)) for a in range(num_a)]
         b_row = builder.mul(width, int64(4))
         b_tile = builder.mul(b_row, int64(TILE))
-        totals = [(n, builder.add(c, int64(TILE_BYTES * n))) for n in range(num_a * num_b)]
+        starts = [builder.add(c, builder.mul(gap, int64(b))) for b in range(num_b)]
 
         def add_products(at_b: Any, load_rows: Any) -> None:
             for n in range(max(num_a, num_b)):
@@ -216,7 +218,7 @@ def tile_dots(num_a: int, num_b: int) -> Any:
             for b, a in product(range(num_b), range(num_a)):
                 emit.add_products(sums[a][b], ROWS_AT[a], TOKENS_AT[b])
 
-        for total, _ in totals:
+        for total in range(num_a * num_b):
             emit.zero(total)
         quarter = num_a * TILE // 4
         with cgutils.for_range(builder, steps, intp=I64) as loop:
@@ -247,36 +249,48 @@ def tile_dots(num_a: int, num_b: int) -> Any:
                 emit.load(rows_at, copied, int64(64))
 
             add_products(builder.mul(steps, b_tile), copy_rows)
-        for total, place in totals:
-            emit.store(total, place, b_row)
+        for b, a in product(range(num_b), range(num_a)):
+            emit.store(sums[a][b], builder.add(starts[b], int64(a * TILE_BYTES)), b_row)
 
     return multiply
 
 
-def mix_tiles(num_d: int) -> Any:
-    """Make a function that adds up values by weights of 16 queries, for `num_d` tiles of a head.
+MIXED = 4  # Tiles of values that are added up side by side
 
-    Weights are as `weights` describes, and values as `turn` writes them; those of the next 32 slots
-    are `by` bytes behind. Sums are added to tiles, [num_d][16 numbers][16 queries] float32.
+
+@contextmanager
+def mixing(
+    builder: Any, emit: Tiles, weights: Any, values: Any, by: Any, out: Any
+) -> Iterator[Callable[[Any], None]]:
+    """Hold sums, tiles of [16 numbers][16 queries] at `out`, while values are added to them.
+
+    The function that it gives adds values of 32 slots by one part of their weights: it takes the
+    number of the tile of weights (`weights`). Values are as `turn` writes them; those of the next
+    32 slots are `by` bytes behind.
     """
+    places = [builder.add(out, int64(d * TILE_BYTES)) for d in range(MIXED)]
 
-    @emits
-    def mix(context, builder, weights, values, by, chunks, out, room, tiles):
-        emit = _Tiles(context, builder, room, tiles)
-        places = [builder.add(out, int64(d * TILE_BYTES)) for d in range(num_d)]
-        for d, place in enumerate(places):
-            emit.load(d, place, int64(64))
-        with cgutils.for_range(builder, chunks, intp=I64) as loop:
-            at = builder.add(weights, builder.mul(loop.index, int64(2 * TILE_BYTES)))
-            for tile, part in zip(TOKENS_AT, (0, TILE_BYTES), strict=True):
-                emit.load(tile, builder.add(at, int64(part)), int64(64))
-            at = builder.add(values, builder.mul(loop.index, by))
-            for d in range(num_d):
-                turned = ROWS_AT[d % 2]
-                emit.load(turned, builder.add(at, int64(d * TILE_BYTES)), int64(64))
-                for part in TOKENS_AT:
-                    emit.add_products(d, turned, part)
-        for d, place in enumerate(places):
-            emit.store(d, place, int64(64))
+    def add(part: Any) -> None:
+        at = builder.add(weights, builder.mul(part, int64(TILE_BYTES)))
+        emit.load(TOKENS_AT[0], at, int64(64))
+        at = builder.add(values, builder.mul(builder.lshr(part, int64(1)), by))
+        for d in range(MIXED):
+            emit.load(ROWS_AT[d % 2], builder.add(at, int64(d * TILE_BYTES)), int64(64))
+            emit.add_products(d, ROWS_AT[d % 2], TOKENS_AT[0])
 
-    return mix
+    for d, place in enumerate(places):
+        emit.load(d, place, int64(64))
+    yield add
+    for d, place in enumerate(places):
+        emit.store(d, place, int64(64))
+
+
+@emits
+def mix(context, builder, weights, values, by, chunks, out, room, tiles):
+    """Add up values of some times 32 slots; see `mixing`."""
+    emit, parts = Tiles(context, builder, room, tiles), builder.shl(chunks, int64(1))
+    with (
+        mixing(builder, emit, weights, values, by, out) as add,
+        cgutils.for_range(builder, parts, intp=I64) as loop,
+    ):
+        add(loop.index)

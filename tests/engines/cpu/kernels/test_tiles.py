@@ -32,7 +32,6 @@ from tests.helpers.scripted import RandomTrees, Scripted
 from tests.helpers.tiles import use_loops
 
 WIDTHS = (1, 2, 4, 9, 15, 16, 17, 31, 33, 48, 49, 64)
-
 HAS_AMX = bool(program.tiles_of(torch.bfloat16))
 
 
@@ -122,13 +121,14 @@ def test_loops_do_what_the_processor_does(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("seed", range(12))
 def test_nothing_is_written_behind_the_room_of_a_thread(seed: int, tiles: None) -> None:
     random = np.random.default_rng(seed)
-    width, slots = int(random.integers(1, 65)), int(random.integers(65, 300))
+    width, slots = int(random.integers(1, 161)), int(random.integers(161, 300))
     dim, shared, group = (int(random.integers(1, most)) for most in (130, 4, 8))
     q = torch.randn(1, width, shared * group, dim).bfloat16()
     k, v = (torch.randn(1, slots, shared, dim).bfloat16() for _ in range(2))
-    (_, part), most = tree_of(1, width, slots, seed, window=seed % 3 * 40), segment_of(q.dtype)
+    _, part = tree_of(1, width, slots, seed, window=seed % 3 * 40)
     op, plan, out = attention(q, k, v, part)
-    space, floats = workspace([op], q.dtype), tile_floats(min(most, width) * group, plan.span, dim)
+    most = min(segment_of(q.dtype, width), width)
+    space, floats = workspace([op], q.dtype), tile_floats(most * group, plan.span, dim)
     used = floats + space._tile_room(width) // 4
     space._scratch = np.full(used + 4096, -7.0, np.float32)
     first = -space._scratch.ctypes.data % 64 // 4  # the room begins at a line of the cache
