@@ -123,9 +123,7 @@ def _scratch_of_tiles(op: np.ndarray, plan: np.ndarray, segment: np.ndarray) -> 
     starts = _longs(plan[fields.TAIL_STARTS], last + 1)
     tails = _longs(plan[fields.TAILS], starts[-1])[starts[first] :]
     slots = max([segment[fields.END], *(tails + 1)]) - segment[fields.BEGIN]
-    return tile_floats(
-        (last - first) * op[fields.HEADS] // op[fields.SHARED], slots, op[fields.SIZE]
-    )
+    return tile_floats(slots, op[fields.SIZE])
 
 
 def _longs(address: int, count: int) -> np.ndarray:

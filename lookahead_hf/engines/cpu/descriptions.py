@@ -169,7 +169,6 @@ def _attention(program: Program, module: Any, hidden: str) -> tuple[Any, str]:
     program.shared_heads = shared
     if heads % shared or len(v[1]) != shared * dim:
         raise Unknown("heads of K and V differ in size")
-    program.group = heads // shared
     program.buffers |= {"queries": heads * dim, "keys": shared * dim, "attended": heads * dim}
     q_norm, k_norm = getattr(module, "q_norm", None), getattr(module, "k_norm", None)
     rotates = bool(getattr(module, "use_rope", True))

@@ -287,7 +287,7 @@ class CompiledSteps:
         self.counts = {execution.COMPILED: by_kernels, execution.MODEL: by_own_code}
 
 
-LONGEST_BY_TILES = 1536
+LONGEST_BY_TILES = 8192
 """Most tokens of a prompt that tiles read faster than oneDNN: attention to more leaves caches."""
 
 

@@ -46,7 +46,6 @@ class Program:
     layer_index: int | None = None  # index of the layer in the cache, None for a lone linear layer
     head_dim: int = 0  # numbers of a head
     shared_heads: int = 0  # heads of K and V
-    group: int = 0  # heads of queries that share one of these
     is_rotated: bool = False  # whether the layer rotates heads
     norm_kind: int = fields.RMS  # which norm the layer's RMS norms are
 

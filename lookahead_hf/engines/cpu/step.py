@@ -127,9 +127,8 @@ class LayerStep:
     def _run(self, layers: list[CompiledLayer], given: list[Arguments], x: torch.Tensor) -> None:
         workspace = self.workspace
         attending = SEGMENT * (self._pitch + 2 * workspace.head_dim) + 128
-        queries = segment_of(x.dtype, x.numel() // x.shape[-1]) * workspace.group
-        if self._span and queries:
-            attending = max(attending, tile_floats(queries, self._span, workspace.head_dim))
+        if self._span:
+            attending = max(attending, tile_floats(self._span, workspace.head_dim))
         workspace.run(layers, given, x.numel() // x.shape[-1], attending)
 
     def _arguments_of(

@@ -85,7 +85,6 @@ class Workspace:
 
     Attributes:
         head_dim: The most numbers of a head.
-        group: The most heads of queries that share one of K and V.
     """
 
     def __init__(self, layers: Sequence[CompiledLayer]) -> None:
@@ -104,7 +103,6 @@ class Workspace:
                     self._flat[at] = self._buffer(str(place.of), program).data_ptr()
         programs = [layer.program for layer in layers]
         self.head_dim = max((each.head_dim for each in programs), default=0)
-        self.group = max((each.group for each in programs), default=0)
         self._piece, self._vector = ops[:, [fields.PIECE, fields.SIZE]].max(0, initial=0).tolist()
         dtypes = {each.dtype for each in programs}
         self._runners = {dtype: JobRunner(ops, dtype) for dtype in dtypes}

@@ -193,26 +193,26 @@ def _add_bias(sums, bias, first, rows, columns):
 _INFINITE = np.float32(np.inf)
 
 NOTES = 384
-"""Bytes of what is known of 16 queries, beside their results: the largest scores for one token's
+"""Bytes of what is known of 16 queries, before their results: the largest scores for one token's
 queries, those for all, and sums of weights, four of each query."""
 
 
 @register_jitable
-def attention_places(queries, slots, dim):
+def attention_places(slots, dim):
     """Return the width of a result, and where a piece's parts are in scratch memory, in bytes.
 
-    Behind the scores, [blocks of 16 queries][slots][16], are the queries side by side, and packed;
-    values as tiles; weights; notes and results as whole tiles, as many as are mixed at a time;
-    zeros, and addresses of values behind them. The last number is where all of that ends.
+    Behind the scores, [BLOCKS][slots][16 queries], are the queries side by side, and packed; values
+    as tiles; weights; notes and results as whole tiles, as many as are mixed at a time; zeros, and
+    addresses of values behind them. The last number is where all of that ends.
     """
     rows, width = (slots + STEP - 1) // STEP * STEP, MIXED * f.TILE
-    width, blocks = (dim + width - 1) // width * width, blocks_of(queries)
-    copied = blocks * rows * 64
-    packed = copied + (queries * dim * 2 + 63) // 64 * 64
-    turned = packed + blocks * bytes_of_block(dim, f.TILE)
+    width = (dim + width - 1) // width * width
+    copied = BLOCKS * rows * 64
+    packed = copied + BLOCKS * f.TILE * dim * 2
+    turned = packed + BLOCKS * bytes_of_block(dim, f.TILE)
     split = turned + rows * width * 2
     notes = split + rows * 64
-    zeros = notes + blocks * (NOTES + width * 64)
+    zeros = notes + BLOCKS * (NOTES + width * 64)
     return width, copied, packed, turned, split, notes, zeros, zeros + width * 2 + rows * 8
 
 
@@ -233,87 +233,93 @@ def attend_by_tiles(op, piece, scratch, room, left, tiles):
     offset = (segment[f.ROW_SLOT] + begin) * stride + piece % shared * dim * 2
     keys, values = op[f.WEIGHT] + offset, op[f.WEIGHT_2] + offset
     starts, tails = longs(plan[f.TAIL_STARTS] + first_token * 8), longs(plan[f.TAILS])
-    slots, longest, is_chain = common, 0, True
+    slots, is_chain = common, True
     for t in range(count):
         length = starts[t + 1] - starts[t]
         if length > 0:
             end = tails[starts[t + 1] - 1] + 1 - begin
             is_chain = is_chain and end == common + length
-            if end > slots:
-                slots, longest = end, t
-    whole, rows = common // STEP * STEP, (slots + STEP - 1) // STEP * STEP
-    places, blocks = attention_places(queries, slots, dim), blocks_of(queries)
+            slots = max(slots, end)
+    rows = (slots + STEP - 1) // STEP * STEP
+    whole = rows if is_chain else common // STEP * STEP
+    places, of_block = attention_places(slots, dim), bytes_of_block(dim, f.TILE)
     width, copied, packed = places[0], scratch + places[1], scratch + places[2]
     turned, split, notes = scratch + places[3], scratch + places[4], scratch + places[5]
     zeros, of_notes = scratch + places[6], NOTES + width * 64
+    cap, scale = float_of(op[f.EPSILON]), float_of(op[f.FACTOR])
     at = (first_token * op[f.HEADS] + piece % shared * group) * dim * 2  # of the first query
     by_token = op[f.HEADS] * dim * 2
-    for t in range(count):
-        source = numbers(op[f.SOURCE] + at + t * by_token, _HALF)
-        to = numbers(copied + t * group * dim * 2, _HALF)
-        for i in range(group * dim):
-            to[i] = source[i]
     for i in range(dim):
         numbers(zeros, _HALF)[i] = _HALF
     configure(room, f.TILE, f.TILE, tiles)
     listed = longs(zeros + width * 2)
-    for b in range(blocks):
-        some, to = min(f.TILE, queries - b * f.TILE), packed + b * bytes_of_block(dim, f.TILE)
-        pack_tokens(copied + b * f.TILE * dim * 2, dim * 2, some, f.TILE, dim, to)
-    _score(keys, stride, slots, dim, packed, blocks, scratch, rows * 64, room, tiles)
-    cap, scale = float_of(op[f.EPSILON]), float_of(op[f.FACTOR])
-    factor = cap_all(scratch, blocks * rows * f.TILE, scale, cap)
-    for query in range(queries):
-        b, q, t = query // f.TILE, query % f.TILE, query // group
-        score, end = numbers(scratch + b * rows * 64, _SINGLE), common + starts[t + 1] - starts[t]
-        if not is_chain:
-            for i in range(common, end):
+    for i in range(whole):
+        listed[i] = values + i * stride if i < slots else zeros
+    turn(zeros + width * 2, whole, dim, width * 64, turned)
+    for first in range(0, queries, BLOCKS * f.TILE):
+        last, blocks = min(queries, first + BLOCKS * f.TILE), 0
+        for query in range(first, last):
+            source = op[f.SOURCE] + at + query // group * by_token + query % group * dim * 2
+            to = numbers(copied + (query - first) * dim * 2, _HALF)
+            for i in range(dim):
+                to[i] = numbers(source, _HALF)[i]
+        for start in range(first, last, f.TILE):
+            some, x = min(f.TILE, last - start), copied + (start - first) * dim * 2
+            pack_tokens(x, dim * 2, some, f.TILE, dim, packed + blocks * of_block)
+            blocks += 1
+        _score(keys, stride, slots, dim, packed, blocks, scratch, rows * 64, room, tiles)
+        factor = cap_all(scratch, blocks * rows * f.TILE, scale, cap)
+        for query in range(first, last):
+            t, q = query // group, query % f.TILE
+            score = numbers(scratch + (query - first) // f.TILE * rows * 64, _SINGLE)
+            end = common + starts[t + 1] - starts[t]
+            for i in range(end if is_chain else common, end):
                 slot = tails[starts[t] + i - common] - begin
                 score[i * f.TILE + q] = score[slot * f.TILE + q]
-        for i in range(end, rows):
-            score[i * f.TILE + q] = -_INFINITE
-    for b in range(blocks):
-        known = numbers(notes + b * of_notes, _SINGLE)
-        for i in range(of_notes // 4):
-            known[i] = _SINGLE
-        find_largest(scratch + b * rows * 64, rows, notes + b * of_notes + 64)
-    for part in range(-1 if whole else 0, 1 if is_chain else count):
-        t, start, near, length = longest if is_chain else part, 0, whole, whole
-        of_one, first, last = part >= 0 and not is_chain, 0, blocks
-        if part >= 0:
-            start, near = whole, common - whole
-            length = near + starts[t + 1] - starts[t]
-        if of_one:
-            first, last = t * group // f.TILE, blocks_of((t + 1) * group)
-        some = (length + STEP - 1) // STEP * STEP
-        for i in range(some):
-            listed[i] = zeros
-            if i < length:
-                slot = start + i if i < near else tails[starts[t] + i - near] - begin
-                listed[i] = values + slot * stride
-        turn(zeros + width * 2, some, dim, width * 64, turned)
-        chunks, by = some // STEP, width * 64
-        for b in range(first, last):
-            note, score = notes + b * of_notes, scratch + (b * rows + start) * 64
-            most, totals, to = note + 64, note + 128, note + NOTES
-            if of_one:
-                most, known, q = note, numbers(note, _SINGLE), t * group - b * f.TILE
+            for i in range(end, rows):
+                score[i * f.TILE + q] = -_INFINITE
+        for b in range(blocks):
+            note, score = notes + b * of_notes, scratch + b * rows * 64
+            for i in range(of_notes // 4):
+                numbers(note, _SINGLE)[i] = _SINGLE
+            find_largest(score, rows, note + 64)
+            _weigh(score, whole, note + 64, note, factor, split, turned, width, room, tiles)
+        for t in range(first // group, first // group if is_chain else (last - 1) // group + 1):
+            length, at_tail = starts[t + 1] - starts[t] + common - whole, starts[t] + whole - common
+            some, values_of = (length + STEP - 1) // STEP * STEP, turned + whole * width * 2
+            for i in range(some):
+                listed[i] = zeros
+                if i < length:
+                    slot = whole + i if whole + i < common else tails[at_tail + i] - begin
+                    listed[i] = values + slot * stride
+            turn(zeros + width * 2, some, dim, width * 64, values_of)
+            for b in range(blocks):
+                note, score = notes + b * of_notes, scratch + (b * rows + whole) * 64
+                known, q = numbers(note, _SINGLE), t * group - first - b * f.TILE
                 for i in range(f.TILE):
                     known[i] = known[f.TILE + i] if q <= i < q + group else _INFINITE
-            weigh(score, chunks, most, totals, factor, split, turned, by, to, room, tiles)
-            for place in range(MIXED * f.TILE, width, MIXED * f.TILE):
-                mix(split, turned + place * 64, by, chunks, to + place * 64, room, tiles)
-    for b in range(blocks):
-        some, targets = min(f.TILE, queries - b * f.TILE), longs(room + TARGETS_AT)
-        mixed = notes + b * of_notes + NOTES
-        divide(mixed - NOTES, mixed, width)
-        for place in range(0, dim, PAIR):
-            for q in range(some):
-                to, query = op[f.TARGET] + at + place * 2, b * f.TILE + q
-                targets[q] = to + query // group * by_token + query % group * dim * 2
-            rows, c = min(PAIR, dim - place), mixed + place * 64
-            store_tokens(c, f.TILE, some, room + TARGETS_AT, rows, False, _ONE)
+                if -group < q < f.TILE:
+                    _weigh(score, some, note, note, factor, split, values_of, width, room, tiles)
+        for b in range(blocks):
+            mixed, start = notes + b * of_notes + NOTES, first + b * f.TILE
+            some, targets = min(f.TILE, last - start), longs(room + TARGETS_AT)
+            divide(mixed - NOTES, mixed, width)
+            for place in range(0, dim, PAIR):
+                for q in range(some):
+                    to = op[f.TARGET] + at + place * 2 + (start + q) // group * by_token
+                    targets[q] = to + (start + q) % group * dim * 2
+                c, numbers_left = mixed + place * 64, min(PAIR, dim - place)
+                store_tokens(c, f.TILE, some, room + TARGETS_AT, numbers_left, False, _ONE)
     configure(room, f.TILE, left, tiles)
+
+
+@jit_inner_numbers
+def _weigh(scores, rows, most, note, factor, split, values, width, room, tiles):
+    """Weigh scores of 16 queries, and add values by the weights to their results."""
+    to, chunks, by, at_once = note + NOTES, rows // STEP, width * 64, MIXED * f.TILE
+    weigh(scores, chunks, most, note + 128, factor, split, values, by, to, room, tiles)
+    for place in range(at_once, width, at_once):
+        mix(split, values + place * 64, by, chunks, to + place * 64, room, tiles)
 
 
 @jit_inner_numbers
@@ -324,11 +330,10 @@ def _score(keys, stride, slots, dim, packed, blocks, out, gap, room, tiles):
         height = PAIR if slots - slot >= PAIR else min(f.TILE, slots - slot)
         if height < f.TILE:
             configure(room, height, f.TILE, tiles)
-        for b in range(0, blocks, BLOCKS):
-            _dots(
-                keys + slot * stride, stride, packed + b * by, by, min(BLOCKS, blocks - b), f.TILE,
-                steps, tail, out + b * gap + slot * 64, gap, 0, 0, height, room, tiles,
-            )  # fmt: skip
+        _dots(
+            keys + slot * stride, stride, packed, by, blocks, f.TILE, steps, tail, out + slot * 64,
+            gap, 0, 0, height, room, tiles,
+        )  # fmt: skip
         slot += height
         if height < f.TILE:
             configure(room, f.TILE, f.TILE, tiles)

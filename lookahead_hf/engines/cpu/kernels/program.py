@@ -26,7 +26,7 @@ KINDS = {"bfloat16": np.uint16(0), "float32": np.float32(0.0), "float16": np.int
 MOST_TOKENS = 512
 """Most tokens of a block, which decides how large buffers are."""
 
-MANY = 128  # Tokens from which segments are as large as it pays; fewer have to do for all threads
+PARTS = 4  # Segments that a thread has in a long block
 
 
 def groups_of(dtypes: Iterable[torch.dtype]) -> list[Functions]:
@@ -65,7 +65,7 @@ def segment_of(dtype: torch.dtype, tokens: int) -> int:
     """Return the most tokens of a segment in the plans of a block for layers of a dtype."""
     if not tiles_of(dtype):
         return fields.SIDE_BY_SIDE
-    return fields.TILE if tokens < MANY else 2 * fields.TILE
+    return max(fields.TILE, min(4 * fields.TILE, tokens // (PARTS * team.num_threads())))
 
 
 def is_ready(dtype: torch.dtype) -> bool:
@@ -188,11 +188,11 @@ def _entry_of(name: str) -> int:
     return int(functions().ENTRIES[name].address)
 
 
-def tile_floats(queries: int, slots: int, dim: int) -> int:
+def tile_floats(slots: int, dim: int) -> int:
     """Return the float32 numbers that a thread needs room for when it attends by tiles."""
     from lookahead_hf.engines.cpu.kernels._tiles_numba import attention_places
 
-    return int(attention_places(queries, slots, dim)[-1]) // 4
+    return int(attention_places(slots, dim)[-1]) // 4
 
 
 def argmax(scores: torch.Tensor) -> int:

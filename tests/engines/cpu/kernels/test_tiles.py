@@ -23,7 +23,7 @@ import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.engines.cpu import team
 from lookahead_hf.engines.cpu.kernels import fields, program
-from lookahead_hf.engines.cpu.kernels.program import segment_of, tile_floats
+from lookahead_hf.engines.cpu.kernels.program import tile_floats
 from tests.helpers.bounds import bounds_checked
 from tests.helpers.listening import Bits, Listener, same
 from tests.helpers.models import prompt, tiny
@@ -127,8 +127,7 @@ def test_nothing_is_written_behind_the_room_of_a_thread(seed: int, tiles: None) 
     k, v = (torch.randn(1, slots, shared, dim).bfloat16() for _ in range(2))
     _, part = tree_of(1, width, slots, seed, window=seed % 3 * 40)
     op, plan, out = attention(q, k, v, part)
-    most = min(segment_of(q.dtype, width), width)
-    space, floats = workspace([op], q.dtype), tile_floats(most * group, plan.span, dim)
+    space, floats = workspace([op], q.dtype), tile_floats(plan.span, dim)
     used = floats + space._tile_room(width) // 4
     space._scratch = np.full(used + 4096, -7.0, np.float32)
     first = -space._scratch.ctypes.data % 64 // 4  # the room begins at a line of the cache
