@@ -193,8 +193,8 @@ def _add_bias(sums, bias, first, rows, columns):
 _INFINITE = np.float32(np.inf)
 
 NOTES = 384
-"""Bytes of what is known of 16 queries, before their results: the largest scores for one token's
-queries, those for all, and sums of weights, four of each query."""
+"""Bytes of what is known of 16 queries, before their results: how many slots each sees, later the
+largest scores for one token's queries; those for all; and sums of weights, four of each query."""
 
 
 @register_jitable
@@ -269,21 +269,24 @@ def attend_by_tiles(op, piece, scratch, room, left, tiles):
             blocks += 1
         _score(keys, stride, slots, dim, packed, blocks, scratch, rows * 64, room, tiles)
         factor = cap_all(scratch, blocks * rows * f.TILE, scale, cap)
-        for query in range(first, last):
-            t, q = query // group, query % f.TILE
-            score = numbers(scratch + (query - first) // f.TILE * rows * 64, _SINGLE)
-            end = common + starts[t + 1] - starts[t]
-            for i in range(end if is_chain else common, end):
-                slot = tails[starts[t] + i - common] - begin
-                score[i * f.TILE + q] = score[slot * f.TILE + q]
-            for i in range(end, rows):
-                score[i * f.TILE + q] = -_INFINITE
         for b in range(blocks):
-            note, score = notes + b * of_notes, scratch + b * rows * 64
+            note, at_scores = notes + b * of_notes, scratch + b * rows * 64
+            known, score = numbers(note, _SINGLE), numbers(at_scores, _SINGLE)
             for i in range(of_notes // 4):
-                numbers(note, _SINGLE)[i] = _SINGLE
-            find_largest(score, rows, note + 64)
-            _weigh(score, whole, note + 64, note, factor, split, turned, width, room, tiles)
+                known[i] = _SINGLE
+            for query in range(first + b * f.TILE, min(last, first + b * f.TILE + f.TILE)):
+                t, q = query // group, query % f.TILE
+                end = common + starts[t + 1] - starts[t]
+                known[q] = end
+                for i in range(end if is_chain else common, end):
+                    slot = tails[starts[t] + i - common] - begin
+                    score[i * f.TILE + q] = score[slot * f.TILE + q]
+            for i in range(common, rows):
+                for q in range(f.TILE):
+                    seen = score[i * f.TILE + q]
+                    score[i * f.TILE + q] = seen if np.float32(i) < known[q] else -_INFINITE
+            find_largest(at_scores, rows, note + 64)
+            _weigh(at_scores, whole, note + 64, note, factor, split, turned, width, room, tiles)
         for t in range(first // group, first // group if is_chain else (last - 1) // group + 1):
             length, at_tail = starts[t + 1] - starts[t] + common - whole, starts[t] + whole - common
             some, values_of = (length + STEP - 1) // STEP * STEP, turned + whole * width * 2

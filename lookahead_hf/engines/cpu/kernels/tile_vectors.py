@@ -207,9 +207,6 @@ def find_largest(context, builder, scores, rows, out):
     builder.store(most, builder.inttoptr(out, SINGLES.as_pointer()), align=4)
 
 
-_LATER = 3  # Turns between 16 rows of weights and a product by them: 2 at least; 3 waits for less
-
-
 @emits
 def weigh(
     context, builder, scores, chunks, most, totals, scale, weights, values, by, out, room, tiles
@@ -218,10 +215,10 @@ def weigh(
 
     Weights are not normalised, and two bfloat16 numbers each, [chunks][2 parts][16 pairs of
     rows][16][2]. `most` are the queries' largest scores; a query with infinity has weights of 0. To
-    each of four `totals`, [4][16], every fourth row is added. While vectors make rows of weights,
-    tiles add values by rows before; see `mixing`.
+    each of four `totals`, [4][16], every fourth row is added. While vectors make a chunk of
+    weights, tiles add values by the one before; see `mixing`.
     """
-    upper, parts = all_of(WORDS, 0xFFFF0000), builder.shl(chunks, int64(1))
+    upper = all_of(WORDS, 0xFFFF0000)
     factors = builder.fmul(spread(builder, scale, SINGLES), all_of(SINGLES, LOG2_E))
     most = builder.fneg(builder.fmul(_at(builder, most, int64(0), SINGLES), factors))
     places = [pointer_at(builder, totals, int64(row), 64, SINGLES) for row in range(4)]
@@ -244,18 +241,18 @@ def weigh(
                 row = builder.add(tile, int64(number * TILE + i))
                 builder.store(both, pointer_at(builder, weights, row, 64, WORDS), align=4)
 
-    emit, turns = Tiles(context, builder, room, tiles), builder.add(parts, int64(_LATER))
+    emit, turns = Tiles(context, builder, room, tiles), builder.add(chunks, int64(1))
     with (
         mixing(builder, emit, weights, values, by, out) as add,
         cgutils.for_range(builder, turns, intp=I64) as loop,
     ):
-        with builder.if_then(builder.icmp_unsigned(">=", loop.index, int64(_LATER))):
-            add(builder.sub(loop.index, int64(_LATER)))
+        with builder.if_then(builder.icmp_unsigned("!=", loop.index, int64(0))):
+            add(builder.sub(loop.index, int64(1)))
         with (
-            builder.if_then(builder.icmp_unsigned("<", loop.index, parts)),
-            cgutils.for_range(builder, int64(4), intp=I64) as inner,
+            builder.if_then(builder.icmp_unsigned("<", loop.index, chunks)),
+            cgutils.for_range(builder, int64(8), intp=I64) as inner,
         ):
-            row = builder.add(builder.shl(loop.index, int64(2)), inner.index)
+            row = builder.add(builder.shl(loop.index, int64(3)), inner.index)
             weigh_rows(builder.shl(row, int64(2)))
     for place, total in zip(places, sums, strict=True):
         builder.store(builder.load(total), place, align=4)

@@ -264,19 +264,20 @@ def mixing(
 ) -> Iterator[Callable[[Any], None]]:
     """Hold sums, tiles of [16 numbers][16 queries] at `out`, while values are added to them.
 
-    The function that it gives adds values of 32 slots by one part of their weights: it takes the
-    number of the tile of weights (`weights`). Values are as `turn` writes them; those of the next
-    32 slots are `by` bytes behind.
+    The function that it gives adds the values of a chunk of 32 slots by their weights (`weigh`).
+    Values are as `turn` writes them; those of the next chunk are `by` bytes behind.
     """
     places = [builder.add(out, int64(d * TILE_BYTES)) for d in range(MIXED)]
 
-    def add(part: Any) -> None:
-        at = builder.add(weights, builder.mul(part, int64(TILE_BYTES)))
-        emit.load(TOKENS_AT[0], at, int64(64))
-        at = builder.add(values, builder.mul(builder.lshr(part, int64(1)), by))
+    def add(chunk: Any) -> None:
+        at = builder.add(weights, builder.mul(chunk, int64(2 * TILE_BYTES)))
+        for tile, part in zip(TOKENS_AT, (0, TILE_BYTES), strict=True):
+            emit.load(tile, builder.add(at, int64(part)), int64(64))
+        at = builder.add(values, builder.mul(chunk, by))
         for d in range(MIXED):
             emit.load(ROWS_AT[d % 2], builder.add(at, int64(d * TILE_BYTES)), int64(64))
-            emit.add_products(d, ROWS_AT[d % 2], TOKENS_AT[0])
+            for part in TOKENS_AT:
+                emit.add_products(d, ROWS_AT[d % 2], part)
 
     for d, place in enumerate(places):
         emit.load(d, place, int64(64))
@@ -287,10 +288,10 @@ def mixing(
 
 @emits
 def mix(context, builder, weights, values, by, chunks, out, room, tiles):
-    """Add up values of some times 32 slots; see `mixing`."""
-    emit, parts = Tiles(context, builder, room, tiles), builder.shl(chunks, int64(1))
+    """Add up the values of chunks of 32 slots; see `mixing`."""
+    emit = Tiles(context, builder, room, tiles)
     with (
         mixing(builder, emit, weights, values, by, out) as add,
-        cgutils.for_range(builder, parts, intp=I64) as loop,
+        cgutils.for_range(builder, chunks, intp=I64) as loop,
     ):
         add(loop.index)
