@@ -4,8 +4,9 @@ Attention has the queries of all heads that share a head of K and V side by side
 products of keys, in place, by packed queries. Values are added up by weights of two bfloat16
 numbers each, which keep them to 2^-15. A tile adds up 32 slots: numbers of even and of odd places
 in a chain each, then both to the total. Slots have their places in the order of what a token sees,
-so its sums are the same whatever is beside it. Only a value that is not finite makes NaN of tokens
-that do not see it, as it does in torch's attention; such a step runs again without its draft.
+so its sums are the same whatever is beside it. A key that a token does not see has no effect; nor
+has a value, unless it is not finite: that makes NaN, as it does in torch's attention, and such a
+step runs again without its draft.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -193,17 +194,17 @@ def _add_bias(sums, bias, first, rows, columns):
 _INFINITE = np.float32(np.inf)
 
 NOTES = 384
-"""Bytes of what is known of 16 queries, before their results: how many slots each sees, later the
-largest scores for one token's queries; those for all; and sums of weights, four of each query."""
+"""Bytes of notes on 16 queries, before their results: how many slots each sees, later the largest
+scores that the tail of a token is weighed by; the largest scores; four sums of weights of each."""
 
 
 @register_jitable
 def attention_places(slots, dim):
     """Return the width of a result, and where a piece's parts are in scratch memory, in bytes.
 
-    Behind the scores, [BLOCKS][slots][16 queries], are the queries side by side, and packed; values
-    as tiles; weights; notes and results as whole tiles, as many as are mixed at a time; zeros, and
-    addresses of values behind them. The last number is where all of that ends.
+    Behind the scores, [BLOCKS][slots][16 queries], are these queries side by side, and packed;
+    values as tiles; weights; notes and results as whole tiles, as many as are mixed at a time;
+    zeros, and addresses of values behind them. The last number is where all of that ends.
     """
     rows, width = (slots + STEP - 1) // STEP * STEP, MIXED * f.TILE
     width = (dim + width - 1) // width * width
@@ -220,9 +221,9 @@ def attention_places(slots, dim):
 def attend_by_tiles(op, piece, scratch, room, left, tiles):
     """Attend with the tokens of a segment to their slots, in the heads that share one of K and V.
 
-    Whole tiles of slots that all tokens see come first. Where tails are a chain, all others follow
-    at once, those that a token does not see with the weight 0; else the tail of each token. The
-    function leaves the configuration of `left` columns behind.
+    Whole tiles of slots that all tokens see come first. Where tails are a chain, the others are
+    among them, with the weight 0 for tokens that do not see them; else the tail of each token
+    follows by itself. The function leaves the configuration of `left` columns behind.
     """
     plan = longs(op[f.PLAN])
     shared, dim = op[f.SHARED], op[f.SIZE]
@@ -327,7 +328,7 @@ def _weigh(scores, rows, most, note, factor, split, values, width, room, tiles):
 
 @jit_inner_numbers
 def _score(keys, stride, slots, dim, packed, blocks, out, gap, room, tiles):
-    """Write the scores of blocks of 16 queries for some slots, [slots][16] each."""
+    """Write the scores of blocks of 16 queries for some slots, [slots][16], at distances `gap`."""
     slot, steps, tail, by = 0, dim // STEP, dim % STEP, bytes_of_block(dim, f.TILE)
     while slot < slots:
         height = PAIR if slots - slot >= PAIR else min(f.TILE, slots - slot)

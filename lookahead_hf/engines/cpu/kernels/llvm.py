@@ -32,6 +32,9 @@ HAS_TILES = HAS_PAIRS and {"+amx-tile", "+amx-bf16"} <= {*_FEATURES}
 
 LINE = 64  # Size of a cache line in bytes
 
+LOG2_E = 1.44269502  # float32, rounded
+_MAGIC = 12582912.0  # The last bits of a sum with it are those of the nearest whole number
+
 HAS_FLOAT16 = bool({"+f16c", "+neon"} & {*_FEATURES})
 """Whether the processor turns float16 numbers into float32; LLVM would call a function for each."""
 
@@ -226,18 +229,14 @@ def exp2_of(builder: Any, x: Any) -> Any:
     return _power_of_two(builder, t, builder.fadd(x, builder.fsub(all_of(x.type, _MAGIC), t)))
 
 
-LOG2_E = 1.44269502  # float32
-
-_MAGIC = 12582912.0  # The last bits of a sum with it are those of the nearest whole number
-
-
 def _power_of_two(builder: Any, t: Any, rest: Any) -> Any:
     """Return 2**(n + rest) of the whole number n in the sum t, and a rest of up to a half."""
     words, p = vector_of(I32, t.type.count), all_of(t.type, 1.326472725e-3)
     for term in (9.671512786e-3, 5.550733744e-2, 0.2402224208, 0.6931469776, 1.0):
         p = fma(builder, p, rest, all_of(t.type, term))
     exponent = builder.shl(builder.bitcast(t, words), all_of(words, 23))
-    return builder.bitcast(builder.add(builder.bitcast(p, words), exponent), t.type)
+    power = builder.add(exponent, all_of(words, 127 << 23))
+    return builder.fmul(p, builder.bitcast(power, t.type))
 
 
 def tanh_of(builder: Any, x: Any) -> Any:

@@ -21,7 +21,6 @@ from lookahead_hf.engines.cpu.kernels.llvm import (
     all_of,
     emits,
     exp2_of,
-    fma,
     in_pieces,
     int64,
     load_bits,
@@ -214,13 +213,13 @@ def weigh(
     """Turn scores, [32 chunks][16 queries], into weights, and add values by them.
 
     Weights are not normalised, and two bfloat16 numbers each, [chunks][2 parts][16 pairs of
-    rows][16][2]. `most` are the queries' largest scores; a query with infinity has weights of 0. To
-    each of four `totals`, [4][16], every fourth row is added. While vectors make a chunk of
-    weights, tiles add values by the one before; see `mixing`.
+    rows][16][2]. `scale` is what scores are multiplied by; `most` are the queries' largest scores;
+    infinity gives a query weights of 0. To each of four `totals`, [4][16], every fourth row is
+    added. While vectors make a chunk of weights, tiles add values by the one before; see `mixing`.
     """
     upper = all_of(WORDS, 0xFFFF0000)
     factors = builder.fmul(spread(builder, scale, SINGLES), all_of(SINGLES, LOG2_E))
-    most = builder.fneg(builder.fmul(_at(builder, most, int64(0), SINGLES), factors))
+    most = _at(builder, most, int64(0), SINGLES)
     places = [pointer_at(builder, totals, int64(row), 64, SINGLES) for row in range(4)]
     sums = [cgutils.alloca_once_value(builder, builder.load(each, align=4)) for each in places]
 
@@ -228,17 +227,16 @@ def weigh(
         made = list[Any]()
         for row, total in enumerate(sums):
             score = _at(builder, scores, builder.add(first, int64(row)), SINGLES)
-            weight = exp2_of(builder, fma(builder, score, factors, most))
+            weight = exp2_of(builder, builder.fmul(builder.fsub(score, most), factors))
             builder.store(builder.fadd(builder.load(total), weight), total)
             high = builder.and_(builder.bitcast(weight, WORDS), upper)
             low = builder.fsub(weight, builder.bitcast(high, SINGLES))
             made.append((high, builder.and_(builder.bitcast(low, WORDS), upper)))
-        pair = builder.and_(builder.lshr(first, int64(1)), int64(TILE - 1))
-        tile = builder.sub(first, pair)
+        pair = builder.sub(first, builder.and_(builder.lshr(first, int64(1)), int64(TILE - 1)))
         for i, (even, odd) in enumerate(zip(made[::2], made[1::2], strict=True)):
             for number, (a, b) in enumerate(zip(even, odd, strict=True)):
                 both = builder.or_(builder.lshr(a, all_of(WORDS, 16)), b)
-                row = builder.add(tile, int64(number * TILE + i))
+                row = builder.add(pair, int64(number * TILE + i))
                 builder.store(both, pointer_at(builder, weights, row, 64, WORDS), align=4)
 
     emit, turns = Tiles(context, builder, room, tiles), builder.add(chunks, int64(1))
@@ -250,7 +248,7 @@ def weigh(
             add(builder.sub(loop.index, int64(1)))
         with (
             builder.if_then(builder.icmp_unsigned("<", loop.index, chunks)),
-            cgutils.for_range(builder, int64(8), intp=I64) as inner,
+            cgutils.for_range(builder, int64(STEP // 4), intp=I64) as inner,
         ):
             row = builder.add(builder.shl(loop.index, int64(3)), inner.index)
             weigh_rows(builder.shl(row, int64(2)))
