@@ -288,7 +288,7 @@ class CompiledSteps:
 
 
 LONGEST_BY_TILES = 8192
-"""Most tokens of a prompt that tiles read faster than oneDNN: attention to more leaves caches."""
+"""Most tokens of a prompt that tiles read faster than oneDNN: scores of more leave caches."""
 
 
 def reads_faster(dtype: torch.dtype, num_tokens: int) -> bool:

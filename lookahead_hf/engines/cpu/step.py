@@ -24,7 +24,7 @@ TOLERANCES = {
 }
 """Largest error of a layer in its first step, relative to what it adds and to its whole result."""
 
-SEGMENT = 8  # Most tokens of a segment, rounded up
+SEGMENT = 8  # Most tokens of a segment that vectors take, rounded up
 
 _READ = {
     "attention_mask",
