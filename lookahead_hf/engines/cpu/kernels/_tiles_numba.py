@@ -288,7 +288,8 @@ def attend_by_tiles(op, piece, scratch, room, left, tiles):
                     score[i * f.TILE + q] = seen if np.float32(i) < known[q] else -_INFINITE
             find_largest(at_scores, rows, note + 64)
             _weigh(at_scores, whole, note + 64, note, factor, split, turned, width, room, tiles)
-        for t in range(first // group, first // group if is_chain else (last - 1) // group + 1):
+        tailed = 0 if is_chain else last  # queries up to which tails follow
+        for t in range(first // group, (tailed + group - 1) // group):
             length, at_tail = starts[t + 1] - starts[t] + common - whole, starts[t] + whole - common
             some, values_of = (length + STEP - 1) // STEP * STEP, turned + whole * width * 2
             for i in range(some):
