@@ -40,6 +40,7 @@ from lookahead_hf.engines.cpu.kernels.tiles import (
 from lookahead_hf.ngram_pool.jit import jit_inner_numbers
 
 _SINGLE, _HALF, _ONE = np.float32(0.0), np.uint16(0), np.float32(1.0)
+_INFINITE = np.float32(np.inf)
 
 BLOCKS = 2  # Most blocks of up to 16 tokens that rows are multiplied by at a time
 PAIR = 2 * f.TILE  # Rows that are multiplied at a time, while there are as many
@@ -190,8 +191,6 @@ def _add_bias(sums, bias, first, rows, columns):
             for i in range(row * columns, (row + 1) * columns):
                 total[i] += wide(b[row])
 
-
-_INFINITE = np.float32(np.inf)
 
 NOTES = 384
 """Bytes of notes on 16 queries, before their results: how many slots each sees, later the largest

@@ -222,7 +222,7 @@ def exp_of(builder: Any, x: Any) -> Any:
 
 
 def exp2_of(builder: Any, x: Any) -> Any:
-    """Return 2**x of a vector of numbers up to 127, and 0 for -127 and less."""
+    """Return 2**x of a vector of numbers up to 127, and 0 below -126.5."""
     least = all_of(x.type, -127.0)
     x = builder.select(builder.fcmp_ordered("<", x, least), least, x)
     t = builder.fadd(x, all_of(x.type, _MAGIC))

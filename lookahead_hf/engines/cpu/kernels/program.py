@@ -26,7 +26,7 @@ KINDS = {"bfloat16": np.uint16(0), "float32": np.float32(0.0), "float16": np.int
 MOST_TOKENS = 512
 """Most tokens of a block, which decides how large buffers are."""
 
-PARTS = 8  # Segments that each thread has in a long block, at least
+PARTS = 8  # Segments that each thread should have in a long block; no result depends on them
 
 
 def groups_of(dtypes: Iterable[torch.dtype]) -> list[Functions]:
