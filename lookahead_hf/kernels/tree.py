@@ -11,31 +11,14 @@ every node, in a pass over the vocabulary (`tile_best`); one program per row the
                 path.append(node)
         num_accepted, bonus = len(path) - 1, best[path[-1]]
 
-Rejection sampling verifies nodes that were drawn from known distributions:
+Rejection sampling, written out in `reference.reject_tree`, walks nodes that were drawn from known
+distributions. The rule for one draft token is that of Leviathan et al. (arXiv:2211.17192); to try
+siblings one after the other on what the rejected ones left over is multi-step speculative sampling
+(SpecInfer, arXiv:2305.09781). A child's distribution is the one it was drawn from, its earlier
+siblings given: draws with and without replacement both come out right.
 
-    for row:
-        path, left = [0], probs[row, 0]
-        for node in range(1, 1 + num_nodes[row]):
-            if parents[row, node] != path[-1]:
-                continue
-            token, drawn_from = tokens[row, node], draft_probs[row, node - 1]
-            if uniforms[row, node - 1] * drawn_from[token] < left[token] / sum(left):
-                path, left = path + [node], probs[row, node]
-            else:
-                left = max(left / sum(left) - drawn_from, 0)
-        num_accepted, bonus = len(path) - 1, argmax(left / noise[row])
-
-The rule for one draft token is that of Leviathan et al. (arXiv:2211.17192); trying siblings one
-after the other on what the rejected ones left over is multi-step speculative sampling (SpecInfer,
-arXiv:2305.09781). A child's distribution is the one it was drawn from, its earlier siblings given:
-draws with and without replacement both come out right.
-
-Compaction moves the tokens of the path together, in all layers in one launch:
-
-    for tensor, row:
-        for i in range(num_kept[row]):
-            tensor[row, lengths[row] + i] = tensor[row, lengths[row] + path[row, i]]
-
+Compaction moves the tokens of the path together, in all layers in one launch: for each tensor, row
+and `i < num_kept[row]`, from slot `lengths[row] + path[row, i]` to slot `lengths[row] + i`.
 Tensors are [batch, slot, ...] with one token's values in one piece; a `PathTable` holds addresses.
 """
 

@@ -104,13 +104,10 @@ class Watch:
     """Everything that kernels or a graph rely on of some modules, read in one walk over them.
 
     Neither runs any Python of the modules, so both may be used only while nothing has changed.
-    `key` compares two moments between calls. Within a call, a streamer or another thread may still
-    switch an adapter, hook a layer or replace a weight; `is_current` notices that in every step.
-    For 400 modules a walk takes milliseconds, `is_current` less than 0.4.
-
-    In the key, plain numbers and strings of modules and configurations are compared by value, also
-    in containers up to two levels deep, such as the scaling of adapters. Everything else is
-    compared by identity.
+    `key` compares two moments between calls: plain numbers and strings by value, also in containers
+    up to two levels deep, such as the scaling of adapters, and everything else by identity. Within
+    a call, a streamer or another thread may still switch an adapter, hook a layer or replace a
+    weight; `is_current` notices that in every step, in 0.3 ms for 400 modules.
 
     Attributes:
         modules: The modules.
@@ -231,7 +228,7 @@ class Watch:
 
     def _count(self) -> int:
         replaced = map(dict.__contains__, self._called, repeat(compat.CALL))
-        return sum(map(len, self._dicts)) - sum(replaced)
+        return sum(map(len, filter(None, self._dicts))) - sum(replaced)
 
     def _read_all(self, attributes: Iterable[Callable[[Any], Any]]) -> list[list[Any]]:
         return [list(map(each, self._tensors)) for each in attributes]

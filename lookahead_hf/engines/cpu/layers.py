@@ -59,6 +59,10 @@ class CompiledLayers:
         self._unknown: list[tuple[Callable[[Any], Program], nn.Module]] = []
         self._users, self._free = set[object](), list[Workspace]()
         self._decoder, layers = _decoder(model)
+        kind: Any = type(self._decoder())
+        # The decoder's forward, if it is one that calls nothing between its layers.
+        is_known = family_of(kind, MODELS) and is_original(kind.forward)
+        self._forward = kind.forward if is_known else None
         inside: set[nn.Module] = set()
         if facts_of(model).repeats_layers:
             self._refuse("several layers share a layer of the cache", len(layers))
@@ -161,9 +165,7 @@ class CompiledLayers:
         decoder, layers = self._decoder(), self.layers[: self._num_layers]
         if decoder is None or not layers or not all(layer.is_trusted for layer in layers):
             return False
-        kind = type(decoder)
-        is_known = family_of(kind, MODELS) and is_original(kind.forward)
-        if not is_known or "forward" in vars(decoder):
+        if type(decoder).forward is not self._forward or "forward" in vars(decoder):
             return False
         return self._num_layers == len(decoder.layers) <= decoder.config.num_hidden_layers
 

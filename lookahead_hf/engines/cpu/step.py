@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
+import numpy as np
 import torch
 
 from lookahead_hf.cache.slots import SlotCache, SlotLayer
 from lookahead_hf.call import execution
 from lookahead_hf.engines.cpu.kernels.fields import SIDE_BY_SIDE
 from lookahead_hf.engines.cpu.kernels.program import MOST_TOKENS, Plan, segment_of, tile_floats
-from lookahead_hf.engines.cpu.workspace import Arguments, CompiledLayer, Workspace, plan_for
+from lookahead_hf.engines.cpu.workspace import ARGUMENTS, CompiledLayer, Workspace, plan_for
 from lookahead_hf.model import compat
 from lookahead_hf.runner import attention
 from lookahead_hf.runner.forward import ForwardContext
@@ -36,7 +36,9 @@ _READ = {
 }
 """Arguments of a layer that the kernels understand."""
 
-_NOTHING: Arguments = (0, 0, 0, 0, 0, 0, 0, 0, 0)
+STREAM, OUT, PLAN = map(ARGUMENTS.index, ("stream", "out", "plan"))
+
+_Noted = tuple[CompiledLayer, dict[str, Any]]  # a layer and the keywords of its call
 
 
 class Broken(Exception):
@@ -66,14 +68,12 @@ class LayerStep:
         """
         self.workspace, self._last, self._watch = workspace, last, watch
         self._context = context
-        self._pending: list[CompiledLayer] = []
-        self._arguments: list[Arguments] = []
+        self._noted: list[_Noted] = []
         self._stream: Any = None  # the numbers that noted layers work on in place
         self._next = self._pitch = self._span = 0
         self._is_trial = False
-        self._held: list[Any] = []
-        self._plans: dict[tuple[int, int, int], Plan | None] = {}
-        self._known: tuple[Any, ...] = ()
+        self._held, self._plans = list[Any](), dict[int, Plan]()  # plans by address
+        self._shared: dict[tuple[Any, ...], tuple[int, ...] | None] = {}  # by what it depends on
         self.num_computed, self.num_own, self.reasons = 0, 0, set[str]()
 
     def call(
@@ -81,83 +81,86 @@ class LayerStep:
     ) -> torch.Tensor | None:
         """Compute a layer, or note it for the last one to compute; None if it runs its own code.
 
-        Broken if layers were noted, and this one does not follow them.
+        Broken if layers were noted, and this one does not follow them, or its call is not known.
         """
         if self._is_trial:
             return None
         x: Any = args[0] if len(args) == 1 else None
-        if not self._pending:
-            reason = _refusal(layer, x)
+        if not self._noted:
+            notes_all = layer.first == 0 and self._last is not None and not self._watch.refusal()
+            reason = _refusal(layer, x) or (None if notes_all else layer.program.watch.refusal())
             if reason is None and layer.program.layer_index is None:
                 return self._linear(layer, x)
-            if self._last is not None and self._watch.refusal():
-                self._last = None  # each layer is looked at by itself
-        elif x is self._stream and layer.first == self._next:
-            reason = None  # what was right for the first layer is right for those that follow
-        else:
-            raise Broken
-        given = None if reason else self._arguments_of(layer, x, kwargs)
-        if given is None:
-            self.reasons.add(reason or execution.OTHER_ARGUMENTS)
-            self.num_own += 1
-            self._compute()
-            return None
-        if layer.is_trusted is None:
-            return self._try(layer, args, kwargs, given)
-        if not self._pending:
+            given = None if reason else self._arguments_of([(layer, kwargs)], x)
+            if given is None:
+                self.reasons.add(reason or execution.OTHER_ARGUMENTS)
+                self.num_own += 1
+                return None
+            if layer.is_trusted is None:
+                return self._try(layer, args, kwargs, given)
             self._stream = x.clone()
-        self._pending.append(layer)
+            if not notes_all:
+                return self._compute([layer], given)
+        elif x is not self._stream or layer.first != self._next:
+            raise Broken
+        self._noted.append((layer, kwargs))
         self._next = layer.first + len(layer.program.ops)
-        self._arguments.append((self._stream.data_ptr(), *given[1:]))
-        if self._last is None or layer is self._last:
-            self._compute()
+        if layer is self._last:
+            given = self._arguments_of(self._noted, x)
+            if given is None:
+                raise Broken
+            self._compute([each for each, _ in self._noted], given)
+            self._noted = []
         return self._stream
 
     def finish(self) -> None:
         """End the forward; Broken if it went on without the last layer."""
-        if self._pending:
+        if self._noted:
             raise Broken
 
-    def _compute(self) -> None:
-        if self._pending:
-            self._run(self._pending, self._arguments, self._stream)
-            self.num_computed += len(self._pending)
-            self._pending, self._arguments = [], []
+    def _compute(self, layers: list[CompiledLayer], given: np.ndarray) -> torch.Tensor:
+        self._run(layers, given, self._stream)
+        self.num_computed += len(layers)
+        return self._stream
 
-    def _run(self, layers: list[CompiledLayer], given: list[Arguments], x: torch.Tensor) -> None:
+    def _run(self, layers: list[CompiledLayer], given: np.ndarray, x: torch.Tensor) -> None:
         workspace = self.workspace
         attending = SEGMENT * (self._pitch + 2 * workspace.head_dim) + 128
         if self._span:
             attending = max(attending, tile_floats(self._span, workspace.head_dim))
+        given[:, STREAM] = x.data_ptr()
         workspace.run(layers, given, x.numel() // x.shape[-1], attending)
 
-    def _arguments_of(
-        self, layer: CompiledLayer, x: Any, kwargs: dict[str, Any]
-    ) -> Arguments | None:
-        """Return where a layer's K and V, angles and plan are; None if its call is not known."""
-        program, cache = layer.program, compat.given_cache(kwargs)
-        if type(cache) is not SlotCache:
-            return None
-        held: Any = cache.layers[program.layer_index]
-        if type(held) is not SlotLayer or held.index is not None:
-            return None
-        stores, heads = held.stores, (program.shared_heads, program.head_dim)
-        if not stores.k_store.shape[2]:
-            empty = x.new_empty(1, heads[0], 0, heads[1])
-            stores.shape(held.group.capacity, empty, empty)
-        k, v = stores.k_store, stores.v_store
-        whole = len(held.group.dropped), held.group.capacity, *heads
-        if not (k.dtype is v.dtype is program.dtype and k.shape == v.shape == whole):
-            return None
-        if not (k.is_contiguous() and v.is_contiguous() and k.is_cpu):
-            return None
-        own = program.head_dim, program.is_rotated, x.dtype
-        given = (*kwargs.values(), layer.module.self_attn.config, held.group, *own)
-        if len(given) != len(self._known) or not all(map(operator.is_, given, self._known)):
-            self._shared = self._shared_by_layers(layer, x, kwargs, held.group)
-            self._known = given
-        shared = self._shared
-        return None if shared is None else (0, 0, k.data_ptr(), v.data_ptr(), *shared)
+    def _arguments_of(self, noted: list[_Noted], x: Any) -> np.ndarray | None:
+        """Return where layers' K and V, angles and plans are; None if a call is not known.
+
+        The arguments are [layers, arguments] int64, without the address of `x`.
+        """
+        found = list[int]()
+        for layer, kwargs in noted:
+            program, cache = layer.program, compat.given_cache(kwargs)
+            held: Any = cache.layers[program.layer_index] if type(cache) is SlotCache else None
+            if type(held) is not SlotLayer or held.index is not None:
+                return None
+            group, stores, heads = held.group, held.stores, (program.shared_heads, program.head_dim)
+            if not stores.k_store.shape[2]:
+                empty = x.new_empty(1, heads[0], 0, heads[1])
+                stores.shape(group.capacity, empty, empty)
+            k, v = stores.k_store, stores.v_store
+            whole = len(group.dropped), group.capacity, *heads
+            if not (k.dtype is v.dtype is program.dtype and k.shape == v.shape == whole):
+                return None
+            if not (k.is_contiguous() and v.is_contiguous() and k.is_cpu):
+                return None
+            own = group, layer.attention.config, *kwargs.values()
+            key = (*kwargs, *map(id, own), *heads, program.is_rotated, x.shape, x.dtype)
+            if key not in self._shared:
+                self._shared[key] = self._shared_by_layers(layer, x, kwargs, group)
+                self._held += own  # keeps their ids taken
+            if (shared := self._shared[key]) is None:
+                return None
+            found += (0, 0, k.data_ptr(), v.data_ptr(), *shared)
+        return np.array(found, np.int64).reshape(len(noted), -1)
 
     def _shared_by_layers(
         self, layer: CompiledLayer, x: Any, kwargs: dict[str, Any], group: Any
@@ -165,7 +168,7 @@ class LayerStep:
         """Return the arguments that layers with the same keywords share."""
         if any(kwargs[name] is not None for name in kwargs.keys() - _READ) or x.dim() != 3:
             return None
-        module = layer.module.self_attn
+        module = layer.attention
         name = attention.own_name(module.config) or "eager"
         function, is_stock = attention.registered(self._context, name, module)
         caps = getattr(module, "attn_logit_softcapping", None)  # which torch's looks past
@@ -173,14 +176,11 @@ class LayerStep:
             return None
         mask = kwargs.get("attention_mask")
         most = segment_of(x.dtype, x.shape[0] * x.shape[1])
-        key = id(mask), id(group), most
-        if key not in self._plans:
-            self._plans[key] = plan_for(self._context, mask, group, x.shape[0], x.shape[1], most)
-            self._held.append(mask)  # keeps its id taken
-        plan = self._plans[key]
+        plan = plan_for(self._context, mask, group, x.shape[0], x.shape[1], most)
         if plan is None:
             return None
-        self._pitch, self._slots = max(self._pitch, plan.pitch), plan.slots
+        self._plans[plan.address] = plan
+        self._pitch = max(self._pitch, plan.pitch)
         if most > SIDE_BY_SIDE:
             self._span = max(self._span, plan.span)
         if not layer.program.is_rotated:
@@ -195,7 +195,9 @@ class LayerStep:
 
     def _linear(self, layer: CompiledLayer, x: torch.Tensor) -> torch.Tensor:
         out = x.new_empty(*x.shape[:-1], layer.program.outputs)
-        self._run([layer], [(x.data_ptr(), out.data_ptr(), *_NOTHING[2:])], x)
+        given = np.zeros((1, len(ARGUMENTS)), np.int64)
+        given[0, OUT] = out.data_ptr()
+        self._run([layer], given, x)
         if layer.is_trusted is None:
             own: torch.Tensor = compat.own_call(layer.module, x)
             self._judge(layer, own, _agree(out, own, own))
@@ -206,7 +208,7 @@ class LayerStep:
         return out
 
     def _try(
-        self, layer: CompiledLayer, args: tuple[Any, ...], kwargs: dict[str, Any], given: Arguments
+        self, layer: CompiledLayer, args: tuple[Any, ...], kwargs: dict[str, Any], given: np.ndarray
     ) -> torch.Tensor:
         """Run a layer's own code, then the kernels, and compare the results."""
         x: torch.Tensor = args[0]
@@ -216,10 +218,11 @@ class LayerStep:
             own: torch.Tensor = compat.own_call(layer.module, *args, **kwargs)
         finally:
             self._is_trial = False
-        slots, out = torch.from_numpy(self._slots), x.clone()
+        plan = self._plans[given[0, PLAN]]
+        slots, out = torch.from_numpy(plan.slots), x.clone()
         written = [store.flatten(0, 1) for store in (stores.k_store, stores.v_store)]
         kept = [store[slots] for store in written]
-        self._run([layer], [(out.data_ptr(), *given[1:])], x)
+        self._run([layer], given, out)
         agrees = _agree(out, own, own - x)
         agrees &= all(_agree(w[slots], k, k) for w, k in zip(written, kept, strict=True))
         self._judge(layer, own, agrees)
@@ -240,7 +243,7 @@ class LayerStep:
 
 
 def _refusal(layer: CompiledLayer, x: Any) -> str | None:
-    """Return why a layer runs its own code, None if the kernels may compute it."""
+    """Return why a layer, if nobody has changed it, runs its own code, None if it need not."""
     program = layer.program
     if layer.is_trusted is False:
         return execution.DIFFERED
@@ -254,9 +257,7 @@ def _refusal(layer: CompiledLayer, x: Any) -> str | None:
         or not (x.is_cpu and x.is_contiguous())
     ):
         return execution.OTHER_NUMBERS
-    if x.numel() > MOST_TOKENS * program.size:
-        return execution.TOO_LARGE_A_BLOCK
-    return program.watch.refusal()
+    return execution.TOO_LARGE_A_BLOCK if x.numel() > MOST_TOKENS * program.size else None
 
 
 def _angles(given: Any, x: torch.Tensor, head_dim: int) -> list[torch.Tensor] | None:

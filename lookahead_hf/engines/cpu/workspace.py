@@ -62,14 +62,13 @@ def _planned(block: Block, kind: str, counts: np.ndarray, first_slot: int) -> Pa
 ARGUMENTS = ("stream", "out", "k_store", "v_store", "plan", "cos", "sin", "rotated", "wide")
 """Arguments of a program in a step; all but the last two are addresses."""
 
-Arguments = tuple[int, int, int, int, int, int, int, int, int]
-
 
 class CompiledLayer:
     """A layer that kernels compute.
 
     Attributes:
         module: A decoder layer, or a linear layer outside of those.
+        attention: The attention of a decoder layer, else None.
         program: Its operations.
         first: Place of the first of them among those of all layers.
         is_trusted: Whether the kernels reproduced the module in its first step; None before that.
@@ -77,6 +76,7 @@ class CompiledLayer:
 
     def __init__(self, module: Any, program: Program, first: int) -> None:
         self.module, self.program, self.first = module, program, first
+        self.attention: Any = getattr(module, "self_attn", None)
         self.is_trusted: bool | None = None
 
 
@@ -115,15 +115,12 @@ class Workspace:
         return self._buffers[key]
 
     def run(
-        self,
-        layers: Sequence[CompiledLayer],
-        given: Sequence[Arguments],
-        num_tokens: int,
-        floats: int,
+        self, layers: Sequence[CompiledLayer], given: np.ndarray, num_tokens: int, floats: int
     ) -> None:
-        """Run the programs of consecutive layers, each with its arguments, on a block of tokens.
+        """Run the programs of consecutive layers on a block of tokens.
 
-        Attention needs room for `floats` float32 numbers per thread.
+        `given` are their arguments, [layers, arguments] int64. Attention needs room for `floats`
+        float32 numbers per thread.
         """
         key = layers[0].first, len(layers)
         if key not in self._addresses:
@@ -166,7 +163,7 @@ class _Addresses:
         self._argument_at, self._argument = np.array(arguments, np.int64).T
         self._found: list[list[Any]] = []
 
-    def fill(self, flat: np.ndarray, given: Sequence[Arguments]) -> list[torch.UntypedStorage]:
+    def fill(self, flat: np.ndarray, given: np.ndarray) -> list[torch.UntypedStorage]:
         """Write the addresses into the operations, [fields of all]; return the weights' memory.
 
         The caller holds the memory while kernels read it. RuntimeError if it was freed, or another
@@ -182,5 +179,5 @@ class _Addresses:
                 raise RuntimeError("the memory of a weight was freed or changed within a forward")
             self._found, self._weights = found, at[self._weight] + self._offset
         flat[self._weight_at] = self._weights
-        flat[self._argument_at] = np.array(given, np.int64).reshape(-1)[self._argument]
+        flat[self._argument_at] = given.reshape(-1)[self._argument]
         return memory

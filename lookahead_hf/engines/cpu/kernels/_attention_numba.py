@@ -24,19 +24,9 @@ from lookahead_hf.ngram_pool.jit import jit, jit_inner, jit_inner_numbers
 
 @jit
 def plan_rows(
-    parents,
-    counts,
-    lengths,
-    query,
-    least,
-    columns,
-    row_slots,
-    first_token,
-    most,
-    segments,
-    tail_starts,
-    tails,
-):
+    parents, counts, lengths, query, least, columns, row_slots, first_token, most, segments,
+    tail_starts, tails,
+):  # fmt: skip
     """Write the segments and tails of the tokens of some rows.
 
     A token sees one run of slots, and single slots behind it, its tail. Tokens whose runs begin at

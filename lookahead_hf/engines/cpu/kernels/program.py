@@ -149,6 +149,7 @@ class JobRunner:
         self._job, self._counters = np.zeros(fields.JOB_FIELDS, np.int64), np.zeros(0, np.int64)
         self._tickets, self._scratch = np.zeros(1, np.int64), np.empty(0, np.float32)
         self._job[fields.TICKETS] = self._tickets.ctypes.data
+        self._address, self._first = self._job.ctypes.data, ops.ctypes.data
         self._longest = int(ops[:, fields.SIZE].max(initial=0))
 
     @cached_property
@@ -160,20 +161,20 @@ class JobRunner:
         num_threads, room = team.num_threads(), self._tile_room(num_tokens)
         floats = (floats + room // 4 + 63) // 64 * 64
         num_counters = count * (1 + num_threads) * fields.COUNTER_STRIDE
+        job = self._job
         if len(self._counters) < num_counters:
             self._counters = np.empty(num_counters, np.int64)
+            job[fields.COUNTERS] = self._counters.ctypes.data
         if len(self._scratch) < floats * num_threads + 16:
             self._scratch = np.empty(floats * num_threads * 5 // 4 + 16, np.float32)
-        job = self._job
-        job[fields.TOKENS], job[fields.NUM_OPS] = num_tokens, count
-        job[fields.FIRST_OP] = self.ops.ctypes.data + first * self.ops.strides[0]
         job[fields.SCRATCH] = (self._scratch.ctypes.data + 63) // 64 * 64  # lines of a cache
+        job[fields.TOKENS], job[fields.NUM_OPS] = num_tokens, count
+        job[fields.FIRST_OP] = self._first + first * self.ops.strides[0]
         job[fields.SCRATCH_SIZE] = floats * 4
         job[fields.THREADS], job[fields.TILE_ROOM] = num_threads, room
-        job[fields.COUNTERS] = self._counters.ctypes.data
         self._counters[:num_counters] = 0
         self._tickets[0] = 0
-        team.run(self._entry, job.ctypes.data, num_threads)
+        team.run(self._entry, self._address, num_threads)
 
     def _tile_room(self, num_tokens: int) -> int:
         """Return the bytes of a thread's tiles and packed tokens; 0 without tiles."""

@@ -80,17 +80,15 @@ def of_other_dtype(model: Any) -> None:
 
 @pytest.mark.parametrize("change", [freed, shrunk, of_other_dtype])
 def test_memory_is_asked_for_again_before_it_is_read(change: Callable[[Any], None]) -> None:
-    model = tiny("llama")
-    module = model.model.layers[1].mlp.up_proj
-    layer = CompiledLayer(module, describe_linear(module), 0)
+    module = (model := tiny("llama")).model.layers[1].mlp.up_proj
     x, out = torch.randn(1, 48), torch.empty(1, 96)
-    given = (x.data_ptr(), out.data_ptr(), 0, 0, 0, 0, 0, 0, 0)
-    workspace = Workspace([layer])
-    workspace.run([layer], [given], 1, 0)
+    given = np.array([[x.data_ptr(), out.data_ptr(), *7 * [0]]])
+    workspace = Workspace([layer := CompiledLayer(module, describe_linear(module), 0)])
+    workspace.run([layer], given, 1, 0)
     torch.testing.assert_close(out, module(x))
     change(model)
     with pytest.raises(RuntimeError, match="freed or changed within a forward"):
-        workspace.run([layer], [given], 1, 0)
+        workspace.run([layer], given, 1, 0)
 
 
 @pytest.mark.parametrize("name", ["k_store", "v_store"])
@@ -99,14 +97,13 @@ def test_a_store_of_other_slots_than_the_cache_is_not_written(name: str) -> None
     stores = cache.each_group()[0].layers[0]
     given = {"layer_index": 0, "shared_heads": 1, "head_dim": stores.k_store.shape[3]}
     program = SimpleNamespace(dtype=stores.k_store.dtype, is_rotated=False, **given)
-    attention = SimpleNamespace(config=None)
-    layer: Any = SimpleNamespace(program=program, module=SimpleNamespace(self_attn=attention))
+    layer: Any = SimpleNamespace(program=program, attention=SimpleNamespace(config=None))
     step: Any = LayerStep(Workspace([]), None, Watch([]), ForwardContext())
     step._shared_by_layers = lambda *_: (0, 0, 0, 0, 0)
     for cut in (slice(None), (slice(None), slice(-1)), slice(1)):
         kept = getattr(stores, name)
         setattr(stores, name, kept[cut].clone())
-        given = step._arguments_of(layer, torch.zeros(2, 1, 8), {CACHE: cache})
+        given = step._arguments_of([(layer, {CACHE: cache})], torch.zeros(2, 1, 8))
         assert (given is None) == (cut != slice(None))
         setattr(stores, name, kept)
 
@@ -126,22 +123,22 @@ def test_families_stay_within_bounds(name: str, checked: list[CompiledLayer]) ->
 def test_a_program_out_of_bounds_raises(
     checked: list[CompiledLayer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = tiny("llama").model.layers[1].mlp.up_proj
-    x, out = torch.randn(1, 48), torch.empty(1, 96)
-    given = (x.data_ptr(), out.data_ptr(), 0, 0, 0, 0, 0, 0, 0)
+    module, x = tiny("llama").model.layers[1].mlp.up_proj, torch.randn(1, 48)
+    out = torch.empty(1, 96)
+    given = np.array([[x.data_ptr(), out.data_ptr(), *7 * [0]]])
     layer = CompiledLayer(module, describe_linear(module), 0)
     workspace = Workspace([layer])
-    workspace.run([layer], [given], 1, 0)
+    workspace.run([layer], given, 1, 0)
     with pytest.raises(IndexError, match="the address of stream"):
-        workspace.run([layer], [(0, *given[1:])], 1, 0)
+        workspace.run([layer], 0 * given, 1, 0)
     with pytest.raises(IndexError, match="tokens"):
-        workspace.run([layer], [given], MOST_TOKENS + 1, 0)
+        workspace.run([layer], given, MOST_TOKENS + 1, 0)
     monkeypatch.setattr(workspace, "_floats", lambda _: 0)
     with pytest.raises(IndexError, match="scratch of operation 0"):
-        workspace.run([layer], [given], 1, 0)
+        workspace.run([layer], given, 1, 0)
     layer.program.places[2] = layer.program.places[2]._replace(offset=4 * 48)
     with pytest.raises(IndexError, match=f"field {fields.WEIGHT} of operation 0"):
-        Workspace([layer]).run([layer], [given], 1, 0)
+        Workspace([layer]).run([layer], given, 1, 0)
 
 
 def test_a_plan_out_of_bounds_raises() -> None:

@@ -83,12 +83,10 @@ def test_a_call_that_changes_while_layers_wait_runs_again(
     """As when another thread compiles a layer in the middle of a forward."""
     model, inner = tiny("llama"), LayerStep.call
     run(model, True)
-    waited: list[int] = []
 
     def call(self: Any, *given: Any) -> Any:
         out = inner(self, *given)
-        if self._pending and not waited:
-            waited.append(len(self._pending))
+        if len(self._noted) == 1:
             called_by_another(model, index)
         return out
 
@@ -97,6 +95,12 @@ def test_a_call_that_changes_while_layers_wait_runs_again(
     assert stats.execution == "model" and stats.own_code == (execution.OUT_OF_ORDER,)
     monkeypatch.undo()
     assert run_as_plain(model).own_code == (execution.OTHER_CALL,)
+
+
+def test_what_a_hook_has_kept_of_a_layers_input_is_not_written_to() -> None:
+    model, kept = tiny("llama"), list[tuple[torch.Tensor, torch.Tensor]]()
+    model.model.embed_tokens.register_forward_hook(lambda *x: kept.append((x[-1], x[-1].clone())))
+    assert run_as_plain(model).execution == "compiled" and all(torch.equal(*x) for x in kept)
 
 
 @pytest.mark.parametrize(
