@@ -26,6 +26,8 @@ def main(names: Sequence[str]) -> None:
     is_awaited = compilation.AWAITED in names
     if hasattr(os, "nice") and not is_awaited:
         os.nice(NICENESS)
+    # While numba looks for a function's type it writes messages that nobody reads, in colour.
+    os.environ["NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING"] = "1"
     with compilation.importing_numba():
         from lookahead_hf.ngram_pool import jit
     jit.compile_here()

@@ -32,6 +32,7 @@ from numba.core.ccallback import CFunc
 from numba.core.codegen import JITCodeLibrary
 from numba.core.cpu import CPUContext
 from numba.core.registry import cpu_target
+from numba.core.targetconfig import TargetConfig
 
 from lookahead_hf.utils import cache_root
 
@@ -101,6 +102,9 @@ def compile_here() -> None:
     global may_compile, _is_compiler
     may_compile = _is_compiler = True
     gc.disable()  # it finds next to nothing among numba's objects, for a tenth of the time
+    # numba reads all options of its flags, thousands of times, to find what it keeps by them.
+    TargetConfig.__hash__ = lambda flags: len(flags._values)
+    TargetConfig.__eq__ = lambda flags, other: flags._values == getattr(other, "_values", None)
     JITCodeLibrary._optimize_functions = _set_layout
     executable = CPUContext.get_executable
 
