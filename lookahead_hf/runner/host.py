@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -209,7 +208,7 @@ class Runner:
         given, block = inputs
         ids = given[self._names.ids]
         num_tokens = ids.numel()
-        experts = nullcontext() if ids.is_cpu else compat.set_up_for_step(self.model, *ids.shape)
+        experts = compat.set_up_for_step(self.model, *ids.shape)
         mixers = {} if self.recurrent is None else self.recurrent.forwards
         packed = block if isinstance(block, PackedBlock) else None
         context = ForwardContext(block, mixers)
