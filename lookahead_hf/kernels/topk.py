@@ -1,5 +1,10 @@
 """The k best entries of every row of logits, ties to the lower token id, and the row's logsumexp.
 
+    for row:
+        ids[row] = sorted(range(vocab), key=lambda id: (-logits[row, id], id))[:k]
+        values[row] = logits[row, ids[row]]
+        log_sum[row] = log(sum(exp(logits[row])))
+
 One pass over the logits (`tile_best`), which verification may have made already; then one program
 per row reads the k parts with the greatest maxima again. No other part can hold one of the k best,
 as those k maxima come before all of its entries. Each of the k takes a round of the program, so

@@ -37,6 +37,7 @@ _READ = {
 """Arguments of a layer that the kernels understand."""
 
 STREAM, OUT, PLAN = map(ARGUMENTS.index, ("stream", "out", "plan"))
+"""Places of some arguments among a layer's."""
 
 _Noted = tuple[CompiledLayer, dict[str, Any]]  # a layer and the keywords of its call
 

@@ -293,8 +293,9 @@ def find_divergences(
 ) -> list[list[Divergence | None]]:
     """Compare texts with those of plain decoding; where they part, decode again and look closely.
 
-    The logits are plain decoding's: its batch, its cache, one token per step. One after the other
-    is shifted, and its processors and choice (the largest, or this step's draw) decide again.
+    The logits are those of plain decoding itself: its batch, its cache, one token per step. One
+    logit after the other is then shifted, and plain decoding's own processors and choice (the
+    largest score, or the draw for this seed and step) decide again.
 
     Args:
         model: An enabled model.
